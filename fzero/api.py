@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero import progress, tree
+from fzero import backend, progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
@@ -30,9 +30,6 @@ from fzero.session.world import World, check_spec
 from fzero.spec import Spec
 from fzero.state.first_state import fingerprint
 from fzero.state.state import Life, State
-
-# steps between the host's looks at the end of the loss scale; at a look it waits for the device
-LOOKS_AFTER = {"cpu": 1, "cuda": 16}
 
 
 @untraced_by_dynamo
@@ -159,7 +156,7 @@ def lower(
     mesh = mesh_of(spec, world_size)
     device = torch.device(spec.device or "cpu")
     transport = transport_name(device, spec.transfers)
-    device = device if torch.cuda.is_available() else torch.device("cpu")  # shapes do not need the device
+    device = device if backend.of(device).calls.available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
     cap = bucket_bytes(transport, mesh)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, cap)
@@ -192,7 +189,7 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn)
         digest = " ".join([lowered.digest, *(x.text for x in tree.flatten(batch)[1] if isinstance(x, Static))])
-        if runtime.device.type == "cpu":  # where a sum rounds by the number of threads
+        if backend.of(runtime.device).on_host:  # where a sum rounds by the number of threads
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
@@ -217,7 +214,7 @@ def _same(state: State, batch: Any) -> list[Same]:
     runtime = session_of(state)
     mesh, started = runtime.plan.mesh, runtime.transport.comm.number
     same = [Same(f"the number of transfers so far ({started})", mesh.role(runtime.rank), str(started))]
-    if mesh.data_ranks < mesh.world_size and state.step % LOOKS_AFTER[runtime.device.type] == 0:
+    if mesh.data_ranks < mesh.world_size and state.step % backend.of(runtime.device).looks_after == 0:
         tensors = [leaf for leaf in tree.flatten(batch)[1] if isinstance(leaf, torch.Tensor)]
         value = " ".join(map(fingerprint, tensors))
         value = hashlib.blake2b(value.encode(), digest_size=8).hexdigest()
@@ -243,10 +240,10 @@ def _check_scale(state: State) -> None:
         return
     exhausted = state.tree["loss_scale"]["hysteresis"].local == 0
     runtime.exhausted = exhausted if runtime.exhausted is None else runtime.exhausted | exhausted
-    if (state.step + 1) % LOOKS_AFTER[runtime.device.type] or not runtime.exhausted:
+    if (state.step + 1) % backend.of(runtime.device).looks_after or not runtime.exhausted:
         return
     runtime.exhausted = None
-    late = LOOKS_AFTER[runtime.device.type] - 1
+    late = backend.of(runtime.device).looks_after - 1
     since = f", or one of the {late} before; the finite ones among these did update" if late else ""
     raise NonFiniteError(
         f"the gradients overflow at the least loss scale, {scaler.minimum:g} (step {state.step + 1}"

@@ -23,6 +23,7 @@ from contextvars import ContextVar
 
 import torch
 
+from fzero import backend
 from fzero._torch_compat import ambient_modes, autocast_left, in_functorch, in_make_fx, saved_tensor_hooks
 from fzero.errors import CaptureError
 
@@ -131,7 +132,7 @@ def _say(on: tuple[str, ...]) -> None:
 def _on_cpu() -> Iterator[None]:
     """The CPU as default device; the caller's is kept for `of_caller`."""
     device = torch.get_default_device()
-    if device.type == "cpu":
+    if backend.of(device).on_host:
         yield
         return
     token = _default_device.set(device)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from fzero import progress
+from fzero import backend, progress
 from fzero.checkpoint import shards
 from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
 from fzero.disk.calls import Disk
@@ -220,7 +220,7 @@ def _block(
     inside = sorted(inside, key=lambda row: row[1])
     outs = [part.out[start - part.start : stop - part.start] for part, start, stop in inside]
     work.advance(sum(map(len, outs)))
-    if len(outs) <= MAX_VIEWS and sum(map(len, outs)) == high - low and all(x.device.type == "cpu" for x in outs):
+    if len(outs) <= MAX_VIEWS and sum(map(len, outs)) == high - low and all(backend.of(x.device).on_host for x in outs):
         _verified(disk, file, shard, index, outs)
         return
     room = scratch.get()

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fzero import progress
+from fzero import backend, progress
 from fzero._version import __version__
 from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
@@ -101,7 +101,7 @@ def save(
     if not isinstance(state, State):
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
     runtime = session_of(state)
-    on_host = runtime.device.type == "cpu"
+    on_host = backend.of(runtime.device).on_host
     agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
     try:
         return _write(
@@ -270,7 +270,7 @@ def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:
     devices = {part.data.device for part in taken.parts if part.read is None}
     source = devices.pop() if devices else torch.device("cpu")
     if block.numel() != taken.nbytes or block.dtype != torch.uint8:
-        block = torch.empty(taken.nbytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
+        block = torch.empty(taken.nbytes, dtype=torch.uint8, pin_memory=backend.of(source).locks_pages)
     parts, place = [], 0
     for part in taken.parts:
         size = part.data.numel() * part.data.dtype.itemsize
@@ -281,8 +281,7 @@ def _copied(taken: Snapshot, reuse: Snapshot | None) -> Snapshot:
             end += value.numel()
         parts.append(Part(part.path, to))
         place += size
-    if source.type == "cuda":
-        torch.cuda.current_stream(source).synchronize()
+    backend.of(source).calls.finish(source)
     return replace(taken, parts=tuple(parts), block=block)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.records import Op
 from fzero.ir.rewrite import Spans
@@ -103,7 +104,7 @@ def by_rows(node: fx.Node) -> bool:
         return False
     value = fx_nodes.operand(node).meta["val"]
     dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}
-    return value.device.type == "cpu" and bool(dims) and dims <= {-1, value.ndim - 1}
+    return backend.of(value.device).on_host and bool(dims) and dims <= {-1, value.ndim - 1}
 
 
 def _own(operand: fx.Node, values: fx_values.Values) -> fx_values.Value | None:

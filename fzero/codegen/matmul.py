@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero._torch_compat import by_onednn
 from fzero.capture.graph import Graph
 from fzero.cost.kept_costs import Costs, Figures
@@ -90,7 +91,7 @@ def of(node: fx.Node) -> Matmul | None:
     if node.target not in FORMS:
         return None
     values = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
-    if not all(v.dtype is torch.float32 and v.device.type == "cpu" and v.numel() for v in values):
+    if not all(v.dtype is torch.float32 and backend.of(v.device).on_host and v.numel() for v in values):
         return None
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
     return Matmul(name, tuple(tuple(v.shape) for v in values), tuple(v.stride() for v in values))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero._torch_compat import kernel_of
 from fzero.codegen import tiling
 from fzero.ir import fx_nodes, strided_ops
@@ -108,7 +109,7 @@ def _fits(node: fx.Node) -> bool:
 
 
 def _on_cuda(node: fx.Node) -> bool:
-    return bool(node.meta["val"].is_cuda)
+    return backend.of(node.meta["val"].device).on_streams
 
 
 def copy_result(compute: Call, into: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero.codegen.inplace import by_rows
 from fzero.ir import fx_nodes
 
@@ -104,7 +105,7 @@ def chains(gm: fx.GraphModule, apart: frozenset[int]) -> list[Chain]:
 
 def _is_head(node: fx.Node) -> bool:
     value = node.meta["val"]
-    if value.device.type != "cpu" or value.ndim != 2 or not value.is_contiguous():
+    if not backend.of(value.device).on_host or value.ndim != 2 or not value.is_contiguous():
         return False
     if node.target is aten.nll_loss_backward.default:
         return node.args[4] in (1, 2)  # a mean or a sum: the gradient of the loss is one number

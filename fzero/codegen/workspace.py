@@ -21,6 +21,7 @@ from typing import cast
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero._torch_compat import AMX
 from fzero.codegen import convolution_workspace, matmul
 from fzero.codegen.convolution_workspace import Convolution
@@ -39,7 +40,7 @@ def workspace_bytes(node: fx.Node) -> int:
     values = (
         fx_values.tensors(node.meta["val"]) or fx_values.tensors(fx_nodes.operand(node).meta["val"]) if rule else []
     )
-    if rule is None or not values or values[0].device.type != "cpu":
+    if rule is None or not values or not backend.of(values[0].device).on_host:
         return 0
     return rule(node)
 
@@ -129,12 +130,12 @@ def _selection(node: fx.Node) -> int:
 
 def _sum_squares(node: fx.Node) -> int:
     """A chunk in float64, and its sum. A rank's own part of a range may be less than the chunk that is planned."""
-    return 8 * (min(PIECE["cpu"], fx_nodes.operand(node).meta["val"].numel()) + 1)
+    return 8 * (min(PIECE, fx_nodes.operand(node).meta["val"].numel()) + 1)
 
 
 def _stochastic_round(node: fx.Node) -> int:
     """Two int32 numbers for each element of a chunk."""
-    return 8 * min(PIECE["cpu"], fx_nodes.operand(node).meta["val"].numel()) + 20
+    return 8 * min(PIECE, fx_nodes.operand(node).meta["val"].numel()) + 20
 
 
 def _reduced(count: int) -> Callable[[fx.Node], int]:
@@ -363,7 +364,7 @@ def _query_rows(length: int) -> int:
 
 def _adamw8(node: fx.Node) -> int:
     """The buffers of a chunk: some ten."""
-    return min(fx_nodes.operand(node).meta["val"].numel(), CHUNK["cpu"]) * BUFFER_BYTES
+    return min(fx_nodes.operand(node).meta["val"].numel(), CHUNK) * BUFFER_BYTES
 
 
 def _onednn_matmul(node: fx.Node) -> int:

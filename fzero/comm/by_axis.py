@@ -7,20 +7,19 @@ from collections.abc import Mapping
 import torch
 
 from fzero.comm.protocol import Comm
+from fzero.comm.routed import Routed
 from fzero.ir.records import Op
 
 
-class ByAxis:
+class ByAxis(Routed):
     """`Comm` from one comm for each axis.
 
-    sizes: the ranks along each axis. `by_name` holds the comm of each transfer that was started, by the buffer that it
-    writes. `sent_bytes` counts by axis what this rank has sent. Only the methods here write these two, on the thread
-    that runs the program.
+    sizes: the ranks along each axis. `sent_bytes` counts by axis what this rank has sent; only `start` writes it.
     """
 
     def __init__(self, comms: Mapping[str, Comm], sizes: Mapping[str, int]) -> None:
-        self.comms, self.sizes = dict(comms), dict(sizes)
-        self.by_name: dict[str, Comm] = {}
+        super().__init__(comms)
+        self.sizes = dict(sizes)
         self.sent_bytes = dict.fromkeys(comms, 0)
 
     @property
@@ -28,31 +27,15 @@ class ByAxis:
         """The transfers that were started on all axes."""
         return sum(comm.number for comm in self.comms.values())
 
+    def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
+        """The op's axis."""
+        return op.axis or ""
+
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        """Starts a transfer over the op's axis; settles an earlier transfer into the same buffer first."""
-        self.settle(name)
-        axis = op.axis or ""
-        self.by_name[name] = self.comms[axis]
+        """Starts a transfer over the op's axis; see `Routed.start`. Counts what this rank sends."""
+        axis = self.way(op, tensors)
         self.sent_bytes[axis] += sent(op, tensors, self.sizes[axis])
-        self.by_name[name].start(name, op, tensors)
-
-    def ready(self, name: str) -> bool:
-        """See `Comm.ready`."""
-        return name not in self.by_name or self.by_name[name].ready(name)
-
-    def wait(self, name: str) -> None:
-        """See `Comm.wait`."""
-        self.by_name[name].wait(name)
-
-    def settle(self, name: str) -> None:
-        """See `Comm.settle`."""
-        if name in self.by_name:
-            self.by_name[name].settle(name)
-
-    def drain(self) -> None:
-        """Drains every axis."""
-        for comm in self.comms.values():
-            comm.drain()
+        super().start(name, op, tensors)
 
 
 def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
@@ -65,6 +48,7 @@ def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
     >>> sent(make_op("all_gather", [Ref("a")], [Ref("b")]), [own, whole], 2)
     16
     """
-    if not op.is_collective:
+    record = op.row.collective
+    if record is None:
         return tensors[0].nbytes if op.is_send else 0
-    return op.row.wire_bytes(tensors[len(op.reads) if op.gathers else 0].nbytes, size)
+    return record.wire_bytes(record.whole_bytes(tensors[0].nbytes, tensors[len(op.reads)].nbytes), size)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero import backend
 from fzero.comm import heartbeat, launcher, store_prefix
 from fzero.comm.hang_report import not_come
 from fzero.errors import HangError, LimitError, SpecError
@@ -39,18 +40,14 @@ def open_world(device: str, timeout_seconds: float | None = None) -> tuple[int, 
     HangError, which names the missing, if not all ranks come.
     """
     if dist.is_available() and dist.is_initialized():
-        backend, needed = (
-            str(dist.get_backend()),
-            {"cuda": "nccl", "cpu": "gloo"}.get(torch.device(device).type, "gloo"),
-        )
-        if backend in ("nccl", "gloo") and backend != needed:
-            raise SpecError(f"the default process group is {backend}, a state on {device} needs {needed}")
+        given, needed = str(dist.get_backend()), backend.of(device).group
+        if given in ("nccl", "gloo") and given != needed:
+            raise SpecError(f"the default process group is {given}, a state on {device} needs {needed}")
         return _here()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
         if not dist.is_available():
             raise SpecError("WORLD_SIZE is set, but this torch was built without torch.distributed")
-        backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
-        _start(backend, timeout_seconds or TIMEOUT_SECONDS)
+        _start(backend.of(device).group, timeout_seconds or TIMEOUT_SECONDS)
         return _here()
     launcher.check(os.environ)
     return 0, 1
@@ -88,14 +85,14 @@ def lines(mesh: Mesh, rank: int, device: torch.device, presence: heartbeat.Prese
     A wait in one of the groups is a wait of `presence`.
     """
     patience = timedelta(seconds=presence.timeout_seconds)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    library = backend.of(device).group
     found: dict[str, Line] = {}
     axes = dict.fromkeys([*mesh.names, mesh.data_axes])
     for axis, size in ((axis, mesh.size(axis)) for axis in axes):
-        wanted = (size < mesh.world_size, backend == "nccl" and axis == PIPELINE)
+        wanted = (size < mesh.world_size, library == "nccl" and axis == PIPELINE)
         for first in (r for r in range(mesh.world_size) if size > 1 and not mesh.coordinate(r, axis)):
             ranks = mesh.peers(first, axis)
-            group, back = (dist.new_group(ranks, backend=backend, timeout=patience) if new else None for new in wanted)
+            group, back = (dist.new_group(ranks, backend=library, timeout=patience) if new else None for new in wanted)
             if rank in ranks:
                 found[axis] = Line(mesh.coordinate(rank, axis), tuple(ranks), group, back)
                 for made in filter(None, (group, back)):
@@ -103,7 +100,7 @@ def lines(mesh: Mesh, rank: int, device: torch.device, presence: heartbeat.Prese
     return found
 
 
-def _start(backend: str, seconds: float) -> None:
+def _start(library: str, seconds: float) -> None:
     """Starts the default process group, in a fresh part of the store. Raises HangError for ranks that do not come."""
     _check_files(int(os.environ["WORLD_SIZE"]))
     timeout, rank, world_size = timedelta(seconds=seconds), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -111,7 +108,7 @@ def _start(backend: str, seconds: float) -> None:
     store = None
     try:
         store = store_prefix.prefixed(_store(rank, world_size, timeout), rank, world_size, seconds)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(library, timeout=timeout, store=store, rank=rank, world_size=world_size)
         store.set(f"came/{rank}", "")
     except HangError:
         raise

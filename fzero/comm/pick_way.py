@@ -22,6 +22,7 @@ import torch
 
 from fzero.comm.agree import tell
 from fzero.comm.protocol import Comm
+from fzero.comm.routed import Routed
 from fzero.cost.rates import Rates, fitted
 from fzero.ir import kinds
 from fzero.ir.records import Op, Ref, make_op
@@ -134,49 +135,26 @@ def _least(run: Callable[[], object], times: int = 4) -> float:
     return max(least, 1e-9)
 
 
-class Fastest:
-    """`Comm` that sends each transfer the way that a `measured` table names.
-
-    `by_name` holds the comm of each transfer that was started, by the buffer that it writes. `number` counts the
-    starts. Only the methods here write these two, on the thread that runs the program.
-    """
+class Fastest(Routed):
+    """`Comm` that sends each transfer the way that a `measured` table names. `number` counts the starts; only `start`
+    writes it."""
 
     def __init__(self, comms: Mapping[str, Comm], table: Table) -> None:
-        self.comms, self.table = dict(comms), dict(table)
-        self.by_name: dict[str, Comm] = {}
-        self.number = 0
+        super().__init__(comms)
+        self.table, self.number = dict(table), 0
 
     def way(self, op: Op, tensors: list[torch.Tensor]) -> str:
         """The name of the comm for this transfer."""
-        if not op.is_collective:
+        record = op.row.collective
+        if record is None:
             return "shared" if "shared" in self.comms else "p2p"
-        if op.reduces and len(op.writes) == 1:
+        if record.combines and len(op.writes) == 1:
             return "shared"  # the program has no receive buffer for another
-        whole = tensors[-1] if op.gathers else tensors[0]
-        size = max(whole.numel() * whole.element_size(), 1)
-        return self.table[op.row.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
+        source, target = (tensor.numel() * tensor.element_size() for tensor in (tensors[0], tensors[len(op.reads)]))
+        size = max(record.whole_bytes(source, target), 1)
+        return self.table[record.rate, min(SIZES, key=lambda known: abs(math.log(known / size)))]
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
-        """Starts a transfer on its way's comm; settles an earlier transfer into the same buffer first."""
-        self.settle(name)
+        """Starts a transfer on its way's comm; see `Routed.start`."""
         self.number += 1
-        self.by_name[name] = self.comms[self.way(op, tensors)]
-        self.by_name[name].start(name, op, tensors)
-
-    def ready(self, name: str) -> bool:
-        """See `Comm.ready`."""
-        return name not in self.by_name or self.by_name[name].ready(name)
-
-    def wait(self, name: str) -> None:
-        """See `Comm.wait`."""
-        self.by_name[name].wait(name)
-
-    def settle(self, name: str) -> None:
-        """See `Comm.settle`."""
-        if name in self.by_name:
-            self.by_name[name].settle(name)
-
-    def drain(self) -> None:
-        """Drains every way."""
-        for comm in self.comms.values():
-            comm.drain()
+        super().start(name, op, tensors)

@@ -1,9 +1,8 @@
 """shared_memory: transfers among ranks that read one another's memory (`fzero.comm.peers`).
 
-All-gather: each rank lets the others read its slice, and copies their slices into place. Reduce-scatter: the owner of
-slice r adds slice r of ranks 0..N-1 straight from their memory, in that order, and divides once. These are the bits of
-`P2P`, without a receive buffer. An all_reduce gathers the sums as well. An all_reduce_small, for scalars, adds the
-whole buffers.
+A rank lets those read its source to whom it sends some of it (`fzero.ir.collectives`). It copies what it gets into
+place, or adds it straight from the memory of ranks 0..N-1, in that order, and divides once. These are the bits of
+`P2P`, without a receive buffer. An all_reduce gathers the sums as well.
 
 A receiver reads a message from the sender's memory once its receive has started, while it waits for anything else. The
 sender's wait returns when it was read. So ranks that send to one another do not stand still.
@@ -18,12 +17,15 @@ against 26.7. 1 MB: 0.16 against 0.47 and 0.24 against 0.72. Copied first, 64 MB
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from fzero.comm import heartbeat
 from fzero.comm.group import Line
 from fzero.comm.peers import SharedMemoryPeers
-from fzero.comm.transfers import Messages, Pending, combine, drain, finish
+from fzero.comm.transfers import Messages, Pending, drain, finish, keep_own
+from fzero.ir.collectives import ALL_GATHER, Collective, combine
 from fzero.ir.messages import as_it_lies
 from fzero.ir.records import Op
 
@@ -41,26 +43,27 @@ class Shared:
     line: the ranks that it is among. lane: below LANES; one for each axis, so that transfers of two axes differ in
     number.
 
-    Invariants: `pending` and `started` (the transfer's number) hold the gathers and reductions that were not waited
-    for, by the name of the buffer written; `pending` also holds messages. `letters` counts the messages by sender,
-    receiver and tag. `lent` holds the numbers of transfers whose
-    sources the others may still read in place, by the same name, until `settle`. `number` grows by 2 with every start,
-    because an all_reduce uses two. Only the methods here write these, on the thread that runs the program.
+    Invariants: `pending` and `started` (the transfer's number, and the ranks that send to this one) hold the
+    collectives that were not waited for, by the name of the buffer written; `pending` also holds messages. `letters`
+    counts the messages by sender, receiver and tag. `lent` holds the numbers of transfers whose sources the others may
+    still read in place, by the same name, until `settle`. `number` grows by 2 with every start, because an all_reduce
+    uses two. Only the methods here write these, on the thread that runs the program.
     """
 
     def __init__(self, host: SharedMemoryPeers, line: Line, lane: int = 0) -> None:
         self.host, self.rank, self.world, self.ranks = host, line.place, line.size, line.ranks
         self.lane, self.number = lane, 0
-        self.others = [line.ranks[place] for place in Messages(line.place, line.size).others()]
+        self.others = Messages(line.place, line.size).others()
         self.presence = heartbeat.of(line.group)
         self.letters: dict[tuple[int, int, int], int] = {}
         self.pending: dict[str, Pending] = {}
-        self.started: dict[str, int] = {}
+        self.started: dict[str, tuple[int, list[int]]] = {}
         self.lent: dict[str, list[int]] = {}
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer; see `Comm.start`. Settles an earlier transfer into the same buffer first."""
-        if not op.is_collective:
+        record = op.row.collective
+        if record is None:
             self.number += 2
             self.pending[name] = self._message(op, as_it_lies(tensors[0]))
             return
@@ -68,21 +71,21 @@ class Shared:
         self.number += 2
         number, label = self.number * LANES + self.lane, f"{op.kind} into {name}"
         source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
-        self.started[name] = number
-        self._offer(name, number, source)
-        if op.gathers:
-            own = dest.view(self.world, -1)[self.rank]
-            if own.data_ptr() != source.data_ptr():
-                own.copy_(source)
-            self.pending[name] = Pending([], lambda: self._collect(number, dest, label), [source])
-        elif op.exchanges:
-            self.pending[name] = Pending([], lambda: self._swap(number, source, dest, label), [source])
+        numel = source.numel()
+        senders = record.senders(numel, self.rank, self.world)
+        self.started[name] = number, [self.ranks[place] for place in self.others if place in senders]
+        readers = [place for place in self.others if record.sends(numel, self.rank, place, self.world) is not None]
+        self._offer(name, number, source, readers)
+        if op.reduces:
+            done = partial(self._sum, name, op, record, number, source, dest, label)
         else:
-            self.pending[name] = Pending([], lambda: self._sum(name, op, number, source, dest, label), [source])
+            keep_own(record, source, record.places(dest, numel, self.rank, self.world), self.rank, self.world)
+            done = partial(self._collect, record, number, source, dest, label)
+        self.pending[name] = Pending([], done, [source])
 
     def ready(self, name: str) -> bool:
-        """Whether every peer has offered its part of the transfer."""
-        return name not in self.started or self.host.ready(self.started[name], self.others)
+        """Whether every peer that sends to this rank has offered its part of the transfer."""
+        return name not in self.started or self.host.ready(*self.started[name])
 
     def wait(self, name: str) -> None:
         """Returns when the transfer is done. Raises KeyError if none was started, and PeerError."""
@@ -121,38 +124,33 @@ class Shared:
         self.host.expect(number, peer, data)
         return Pending([], lambda: self.host.arrive(number, peer, label))
 
-    def _offer(self, name: str, number: int, source: torch.Tensor) -> None:
-        """Lets the peers read `source`; remembers the transfer if they read it in place."""
-        if self.host.offer(number, source, self.others):
+    def _offer(self, name: str, number: int, source: torch.Tensor, readers: list[int]) -> None:
+        """Lets these of the line read `source`; remembers the transfer if they read it in place."""
+        if readers and self.host.offer(number, source, [self.ranks[place] for place in readers]):
             self.lent.setdefault(name, []).append(number)
 
-    def _collect(self, number: int, whole: torch.Tensor, label: str) -> None:
-        """Copies the peers' slices into `whole`."""
-        parts = whole.view(self.world, -1)
-        for rank in self.others:
-            part = parts[self.ranks.index(rank)]
-            part.copy_(self.host.take(number, rank, part, label))
-            self.host.done(number, rank)
+    def _collect(self, record: Collective, number: int, source: torch.Tensor, dest: torch.Tensor, label: str) -> None:
+        """Copies what the peers send into its places in `dest`."""
+        places = record.places(dest, source.numel(), self.rank, self.world)
+        for place in self.others:
+            if place in places:
+                taken = self.host.take(number, self.ranks[place], source, label)
+                part = record.part(taken, place, self.rank, self.world)
+                assert part is not None
+                places[place].copy_(part)
+                self.host.done(number, self.ranks[place])
 
-    def _swap(self, number: int, source: torch.Tensor, dest: torch.Tensor, label: str) -> None:
-        """Copies this rank's part of every rank's source into `dest`."""
-        parts = dest.view(self.world, -1)
-        place = self.ranks.index(self.host.rank)
-        parts[place].copy_(source.view(self.world, -1)[place])
-        for rank in self.others:
-            taken = self.host.take(number, rank, source, label).view(self.world, -1)
-            parts[self.ranks.index(rank)].copy_(taken[place])
-            self.host.done(number, rank)
-
-    def _sum(self, name: str, op: Op, number: int, source: torch.Tensor, dest: torch.Tensor, label: str) -> None:
-        """Adds the ranks' slices in rank order; an all_reduce gathers the sums too."""
-        cut = not op.row.small
-        wholes = {rank: self.host.take(number, rank, source, label) for rank in self.others} | {self.host.rank: source}
-        parts = [wholes[r].view(self.world, -1)[self.rank] if cut else wholes[r] for r in self.ranks]
-        local = dest.view(self.world, -1)[self.rank] if op.row.changes_target else dest
-        combine(op, parts, local)
-        for rank in self.others:
-            self.host.done(number, rank)
-        if op.row.changes_target:
-            self._offer(name, number + LANES, local)
-            self._collect(number + LANES, dest, label)
+    def _sum(
+        self, name: str, op: Op, record: Collective, number: int, source: torch.Tensor, dest: torch.Tensor, label: str
+    ) -> None:
+        """Adds the ranks' parts in rank order; an all_reduce gathers the sums too."""
+        wholes = {place: self.host.take(number, self.ranks[place], source, label) for place in self.others}
+        wholes[self.rank] = source
+        parts = [record.part(wholes[place], place, self.rank, self.world) for place in range(self.world)]
+        local = dest.view(self.world, -1)[self.rank] if record.scattered else dest
+        combine([part for part in parts if part is not None], op.reduction, op.divisor, local)
+        for place in self.others:
+            self.host.done(number, self.ranks[place])
+        if record.scattered:
+            self._offer(name, number + LANES, local, self.others)
+            self._collect(ALL_GATHER, number + LANES, local, dest, label)

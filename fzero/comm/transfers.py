@@ -1,9 +1,9 @@
 """transfers: how the transfers of one rank run on torch.distributed.
 
-p2p (gloo). `P2P` builds every transfer from `isend` and `irecv`. All-gather: each rank sends its slice to every other
-rank, straight into place. All-to-all: each part goes to its rank. Reduction: each rank sends slice r to rank r. Rank r
-adds the slices of ranks 0..N-1 in that order and divides once. An all_reduce then gathers the slices. An
-all_reduce_small, for scalars, sends everything to everyone. (N-1)/N of the buffer travels per rank and direction.
+p2p (gloo). `P2P` builds every transfer from `isend` and `irecv`: who sends what is in the kind's record
+(`fzero.ir.collectives`). What keeps a place of its own in the target arrives there. What is added up arrives in
+scratch; the rank then adds the parts of ranks 0..N-1 in that order and divides once. An all_reduce then gathers the
+slices. (N-1)/N of the buffer travels per rank and direction.
 
 gloo's own reductions are not used. They do not add in rank order, and cutting a buffer in two changes their bits. Here
 no world size, bucket size or order of issue changes the bits, and it is faster. `gloo` is `P2P` with gloo's all-gather.
@@ -30,6 +30,7 @@ from fzero.comm import heartbeat
 from fzero.comm.group import Line
 from fzero.comm.protocol import Comm
 from fzero.errors import DisagreementError, FzeroError, PeerError
+from fzero.ir.collectives import ALL_GATHER, Collective, combine
 from fzero.ir.messages import as_it_lies
 from fzero.ir.records import Op
 
@@ -86,13 +87,40 @@ class Messages:
 AllGather = Callable[[Messages, torch.Tensor, torch.Tensor, int], list[Any]]
 
 
+def by_messages(
+    messages: Messages, record: Collective, source: torch.Tensor, rooms: Mapping[int, torch.Tensor], tag: int
+) -> list[Any]:
+    """Starts what a record says that this rank sends of its source (1-D), and receives; `rooms`: where, by sender.
+    Returns torch's handles."""
+    rank, world = messages.rank, messages.world
+    requests = [messages.recv(rooms[peer], peer, tag) for peer in messages.others() if peer in rooms]
+    for peer in messages.others():
+        if (part := record.part(source, rank, peer, world)) is not None:
+            requests.append(messages.send(part, peer, tag))
+    return requests
+
+
+def keep_own(
+    record: Collective, source: torch.Tensor, places: Mapping[int, torch.Tensor], rank: int, world: int
+) -> None:
+    """Copies what a rank sends to itself into its place, unless it lies there."""
+    part = record.part(source, rank, rank, world)
+    if part is not None and part.data_ptr() != places[rank].data_ptr():
+        places[rank].copy_(part)
+
+
 def gather_by_messages(messages: Messages, own: torch.Tensor, whole: torch.Tensor, tag: int) -> list[Any]:
     """Starts an all-gather of the ranks' `own` (1-D) into `whole` (1-D, in rank order). Returns torch's handles."""
-    parts = whole.view(messages.world, -1)
-    requests = [messages.recv(parts[peer], peer, tag) for peer in messages.others()]
-    requests += [messages.send(own, peer, tag) for peer in messages.others()]
-    if parts[messages.rank].data_ptr() != own.data_ptr():
-        parts[messages.rank].copy_(own)
+    return place_by_messages(messages, ALL_GATHER, own, whole, tag)
+
+
+def place_by_messages(
+    messages: Messages, record: Collective, source: torch.Tensor, dest: torch.Tensor, tag: int
+) -> list[Any]:
+    """Starts a collective whose parts have places of their own in `dest` (1-D). Returns torch's handles."""
+    places = record.places(dest, source.numel(), messages.rank, messages.world)
+    requests = by_messages(messages, record, source, places, tag)
+    keep_own(record, source, places, messages.rank, messages.world)
     return requests
 
 
@@ -146,16 +174,17 @@ class P2P:
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer; see `Comm.start`."""
         self.number += 2
-        reads, writes = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.gathers:
-            requests = self.all_gather(self.messages, reads[0].view(-1), writes[0].view(-1), self.number)
-            self.pending[name] = Pending(requests)
-        elif op.reduces:
-            self.pending[name] = self._reduce(op, reads[0].reshape(-1), writes[0].view(-1), writes[1])
-        elif op.exchanges:
-            self.pending[name] = self._exchange(reads[0].view(-1), writes[0].view(-1))
-        else:
+        if op.row.collective is None:
             self.pending[name] = self.messages.start(op, tensors)
+            return
+        source, dest = tensors[0].reshape(-1), tensors[len(op.reads)].view(-1)
+        if op.reduces:
+            self.pending[name] = self._reduce(op, op.row.collective, source, dest, tensors[len(op.reads) + 1])
+        elif op.gathers:
+            self.pending[name] = Pending(self.all_gather(self.messages, source, dest, self.number))
+        else:
+            requests = place_by_messages(self.messages, op.row.collective, source, dest, self.number)
+            self.pending[name] = Pending(requests, keep=[source])
 
     def wait(self, name: str) -> None:
         """Returns when the transfer is done. Raises KeyError if none was started, and PeerError."""
@@ -168,28 +197,22 @@ class P2P:
         """Ends all transfers that were started."""
         drain(self, list(self.pending))
 
-    def _exchange(self, source: torch.Tensor, dest: torch.Tensor) -> Pending:
-        """Sends every rank its part of `source`; receives into `dest`, in rank order."""
-        parts, places = source.view(self.world, -1), dest.view(self.world, -1)
-        requests = [self.messages.recv(places[peer], peer, self.number) for peer in self.messages.others()]
-        requests += [self.messages.send(parts[peer], peer, self.number) for peer in self.messages.others()]
-        places[self.rank].copy_(parts[self.rank])
-        return Pending(requests, keep=[source])
-
-    def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor) -> Pending:
+    def _reduce(
+        self, op: Op, record: Collective, source: torch.Tensor, dest: torch.Tensor, scratch: torch.Tensor
+    ) -> Pending:
         """Moves the parts into `scratch` ((N-1) rows). `Pending.finish` adds them in rank order; an all_reduce
         then gathers the slices."""
-        kind, tag, others = op.row, self.number, self.messages.others()
-        parts = [source] * self.world if kind.small else list(source.view(self.world, -1))
-        received = {peer: scratch[i].view(-1)[: parts[0].numel()] for i, peer in enumerate(others)}
-        requests = [self.messages.recv(received[peer], peer, tag) for peer in others]
-        requests += [self.messages.send(parts[peer], peer, tag) for peer in others]
+        own, tag = record.part(source, self.rank, self.rank, self.world), self.number
+        assert own is not None
+        others = self.messages.others()
+        rooms = {peer: scratch[i].view(-1)[: own.numel()] for i, peer in enumerate(others)}
+        requests = by_messages(self.messages, record, source, rooms, tag)
 
         def add() -> None:
-            local = dest.view(self.world, -1)[self.rank] if kind.changes_target else dest
-            in_order = [parts[self.rank] if r == self.rank else received[r] for r in range(self.world)]
-            combine(op, in_order, local)
-            if kind.changes_target:
+            local = dest.view(self.world, -1)[self.rank] if record.scattered else dest
+            in_order = [own if r == self.rank else rooms[r] for r in range(self.world)]
+            combine(in_order, op.reduction, op.divisor, local)
+            if record.scattered:
                 for request in self.all_gather(self.messages, local, dest, tag + 1):
                     request.wait()
 
@@ -201,14 +224,34 @@ def gloo(line: Line) -> P2P:
     return P2P(line, all_gather=gather_by_gloo)
 
 
-def combine(op: Op, parts: Sequence[torch.Tensor], dest: torch.Tensor) -> None:
-    """Writes to `dest` the sum (or the maximum) of the parts of ranks 0..N-1, in this order, divided once."""
-    join = torch.maximum if op.reduction == "max" else torch.add
-    total, *others = parts
-    for other in others:
-        total = join(total, other, out=dest)
-    if op.divisor != 1:
-        dest.div_(op.divisor)
+def _reduce_op(op: Op) -> Any:
+    return dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
+
+
+def _nccl_gather(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+    return all_gather_single(dest.view(-1), source.view(-1), group=group, async_op=True)
+
+
+def _nccl_exchange(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+    return dist.all_to_all_single(dest.view(-1), source.view(-1), group=group, async_op=True)
+
+
+def _nccl_scatter(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+    return dist.reduce_scatter_tensor(dest, source, op=_reduce_op(op), group=group, async_op=True)
+
+
+def _nccl_reduce(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+    dest.view(-1).copy_(source.reshape(-1))
+    return dist.all_reduce(dest, op=_reduce_op(op), group=group, async_op=True)
+
+
+NCCL_CALLS: dict[str, Callable[[Any, Op, torch.Tensor, torch.Tensor], Any]] = {
+    "all_gather": _nccl_gather,
+    "reduce_scatter": _nccl_scatter,
+    "all_reduce": _nccl_reduce,
+    "all_reduce_small": _nccl_reduce,
+    "all_to_all": _nccl_exchange,
+}  # by kind: starts it on a group, and returns torch's handle; the division comes after
 
 
 class Nccl:
@@ -230,18 +273,18 @@ class Nccl:
 
     def start(self, name: str, op: Op, tensors: list[torch.Tensor]) -> None:
         """Starts a transfer; see `Comm.start`."""
-        reads, writes = tensors[: len(op.reads)], tensors[len(op.reads) :]
-        if op.gathers:
-            work = all_gather_single(writes[0].view(-1), reads[0].view(-1), group=self.group, async_op=True)
-            self.pending[name] = Pending([work], keep=reads)
-        elif op.reduces:
-            self.pending[name] = self._reduce(op, reads, writes[0])
-        elif op.exchanges:
-            work = dist.all_to_all_single(writes[0].view(-1), reads[0].view(-1), group=self.group, async_op=True)
-            self.pending[name] = Pending([work], keep=reads)
-        else:
+        if not op.is_collective:
             self.number += 2
             self.pending[name] = self.messages.start(op, tensors)
+            return
+        source, dest, divisor = tensors[0], tensors[len(op.reads)], op.divisor
+        work = NCCL_CALLS[op.kind](self.group, op, source, dest)
+
+        def divide() -> None:
+            if divisor != 1:
+                dest.div_(divisor)
+
+        self.pending[name] = Pending([work], divide, keep=[source])
 
     def wait(self, name: str) -> None:
         """Orders the compute stream after the transfer. Raises KeyError if none was started, and PeerError."""
@@ -253,22 +296,6 @@ class Nccl:
     def drain(self) -> None:
         """Ends all transfers that were started."""
         drain(self, list(self.pending))
-
-    def _reduce(self, op: Op, reads: list[torch.Tensor], dest: torch.Tensor) -> Pending:
-        """Starts a reduction into `dest`. `Pending.finish` divides the sum."""
-        how = dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
-        if op.row.scatters:
-            work = dist.reduce_scatter_tensor(dest, reads[0], op=how, group=self.group, async_op=True)
-        else:
-            dest.view(-1).copy_(reads[0].reshape(-1))
-            work = dist.all_reduce(dest, op=how, group=self.group, async_op=True)
-        divisor = op.divisor
-
-        def divide() -> None:
-            if divisor != 1:
-                dest.div_(divisor)
-
-        return Pending([work], divide, keep=reads)
 
 
 class Alone:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fzero import backend
 from fzero.comm import heartbeat, pick_way
 from fzero.comm.by_axis import ByAxis
 from fzero.comm.group import Line, lines
@@ -51,7 +52,8 @@ class Transport:
 
 def transport_name(device: torch.device, transfers: str) -> str:
     """Returns the transport's name in programs, for callers without ranks that could be asked about shared memory."""
-    return "nccl" if device.type == "cuda" else "shared" if transfers == "shared" else "p2p"
+    names = backend.of(device).transports or backend.CPU.transports
+    return transfers if transfers in names else names[0]
 
 
 def transport_for(
@@ -65,7 +67,7 @@ def transport_for(
     block: Callable[[int], torch.Tensor]
     block, name, host, why = storage.block_of(device), transport_name(device, transfers), None, ""
     along = lines(mesh, rank, device, presence)
-    if device.type == "cuda" and along:
+    if backend.of(device).group == "nccl" and along:
         return Transport(
             _joined(along, {axis: Nccl(line, presence) for axis, line in along.items()}), name, block, "NCCL"
         )

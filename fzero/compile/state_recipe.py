@@ -82,7 +82,7 @@ def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
     """Raises TreeError for one tensor as two parameters: they would start equal and drift apart."""
     path_of: dict[int, str] = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        real = isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and not is_fake(leaf) and leaf.numel()
+        real = isinstance(leaf, torch.Tensor) and not leaf.is_meta and not is_fake(leaf) and leaf.numel()
         if not real:
             continue
         if id(leaf) in path_of:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fzero import progress, tree
+from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.codegen import matmul
@@ -111,8 +111,9 @@ def _lower(
     programs = {number: role.program for number, role in roles.items()}
     if lent := _lent(programs):
         choices["pipeline"] = lent
-    if transport == "nccl" and wanted.cuda_graph:
-        found = [why for program in programs.values() if (why := obstacle(program, torch.device("cuda")))]
+    known = backend.of_transport(transport)
+    if known.records_graphs and wanted.cuda_graph:
+        found = [why for program in programs.values() if (why := obstacle(program, torch.device(known.name)))]
         choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
     options = {number: role.options for number, role in roles.items()}
     return Lowered(graph, plan, programs, choices, roles[0].records, chosen.value, options, schedule, sharding)
@@ -166,10 +167,8 @@ def _update_on(program: Program, wanted: LoweringOptions, rates: Rates | None) -
 
 
 def _ahead(program: Program) -> int:
-    """How many runs before its use a fetch from the host starts. A CUDA device computes while both of its lanes move:
-    GPT-2 large with all on the host is simulated at 0.42 s a step for 1, 0.36 for 3 and for 8 (450 TFLOP/s, 45 GB/s
-    each way)."""
-    return 3 if program.transport == "nccl" else 1
+    """How many runs before its use a fetch from the host starts."""
+    return backend.of_transport(program.transport).fetch_ahead
 
 
 def _gradients(program: Program) -> str:

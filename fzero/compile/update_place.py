@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero import backend
 from fzero.cost.choose import Choice
 from fzero.cost.rates import H100, Rates
 from fzero.ir.program import Program, lane_bytes, named_bytes
@@ -14,7 +15,7 @@ def update_place(program: Program, rates: Rates | None = None) -> Choice[str]:
     updates on the host take less time. program: before its moves are placed. rates: of the machine; those of an H100
     where they are not known."""
     placed = {where: place_moves(program, on_host=where == "cpu") for where in ("device", "cpu")}
-    if program.transport == "nccl":
+    if backend.of_transport(program.transport).on_streams:
         known = rates if rates is not None and rates.lanes and rates.host_bytes else H100
         cost, shown = {where: _seconds(one, known) for where, one in placed.items()}, "{:.3g} s"
         by = f"the time of copies at {max(known.lanes.values()) / 1e9:.3g} GB/s each way, and of updates on the host "

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from fzero import backend
 from fzero._torch_compat import allocations
 
 T = TypeVar("T")
@@ -27,13 +28,13 @@ def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tu
     8
     """
     device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        start = torch.cuda.memory_allocated(device)
+    calls = backend.of(device).calls
+    calls.synchronize(device)
+    start = calls.watch(device)
+    if calls.peak(device) is not None:
         result = fn()
-        torch.cuda.synchronize(device)
-        return result, torch.cuda.max_memory_allocated(device) - start
+        calls.synchronize(device)
+        return result, (calls.peak(device) or 0) - start
     gc.collect()  # garbage that is released while `fn` runs would count for it
     with allocations() as events:
         result = fn()

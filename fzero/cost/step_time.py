@@ -118,9 +118,9 @@ class _Clock:
         elif op.row.runs is not None:
             moved = sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes))
             self.clock += moved / rates.memory_bytes
-        elif op.is_collective:
-            whole = op.writes[0] if op.gathers else op.reads[0]
-            self._start(WIRE, op.target, rates.transfer(op.row.rate, program.buffers[whole.name].nbytes))
+        elif (record := op.row.collective) is not None:
+            source, target = (program.buffers[ref.name].nbytes for ref in (op.reads[0], op.writes[0]))
+            self._start(WIRE, op.target, rates.transfer(record.rate, record.whole_bytes(source, target)))
         elif way := "→".join(lane(program, op)):
             self._wait_for_update(op.reads[0].name)
             nbytes, rate = moved_bytes(program, op), rates.lanes.get(way)

@@ -26,6 +26,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from fzero import backend
 from fzero.disk import blocks, open_file
 from fzero.disk.blocks import BLOCK, Bytes
 from fzero.disk.calls import Disk
@@ -249,7 +250,7 @@ def _units_end(transfer: Transfer) -> int:
 
 def _bytes(tensor: Tensor) -> Bytes:
     """A tensor's own memory as bytes."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not backend.of(tensor.device).on_host or not tensor.is_contiguous():
         how = "" if tensor.is_contiguous() else " that is not contiguous"
         raise ValueError(f"a tensor on {tensor.device}{how}: needed a contiguous tensor on the CPU")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

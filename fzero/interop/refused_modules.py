@@ -36,7 +36,7 @@ def unusable(module: nn.Module) -> None:
     for path, buffer in module.named_buffers():
         if is_lazy(buffer):
             raise TreeError(_lazy(f"buffer {path!r} of {name}"))
-        if buffer.device.type == "meta":
+        if buffer.is_meta:
             raise TreeError(
                 f"buffer {path!r} of {name} is on the meta device, so it has no values, and the step would read them. "
                 "Make it on a real device: buffers are small (parameters may be on meta for fzero.lower)"
@@ -69,7 +69,7 @@ def _check_shared(module: nn.Module, name: str) -> None:
     """Raises TreeError for two parameters over one memory: they would become two leaves, and drift apart."""
     path_of: dict[tuple[object, ...], str] = {}
     for path, value in module.named_parameters():
-        if value.device.type == "meta" or not value.numel():
+        if value.is_meta or not value.numel():
             continue
         key = (value.device, value.data_ptr())
         if key in path_of:

@@ -1,6 +1,7 @@
 """kinds: one row for each kind of op: what it does, what travels, and how its values are known.
 
-A new kind is a row here (`register`), a runner if it is not a plain function on tensors, and a test. Text, liveness,
+A new kind is a row here (`register`), a runner if it is neither a plain function on tensors nor a collective whose
+record says what it does (`fzero.ir.collectives`), and a test. Text, liveness,
 verification, the interpreter, the executor, the cost model, the profile and the mutation harness read the row.
 
 | kind | reads -> writes | what it does |
@@ -32,6 +33,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fzero.ir.collectives import ALL_GATHER, Collective, everything, own_part
+
 ANY = 1 << 30  # references: as many as there are
 
 Local = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]
@@ -44,14 +47,9 @@ class OpKind:
     num_reads, num_writes: the least and the most references.
     computes: executes the segment that the op names.
     transfers: starts a transfer, which a `wait` on its target ends.
-    collective: all ranks of the axis take part, in the same order.
-    gathers, reduces, scatters, exchanges: what a collective does to the slices of ranks.
-    small: a collective on a value without equal slices: each rank sends all of it to each other rank.
+    collective: what it does among all ranks of its axis, which take part in the same order; None where it is no
+    collective.
     moves: the transfer stays on the rank and goes from one space to another, on the lane of the two.
-    changes_target: the target is a source of the transfer too, for the second half of an all-reduce.
-    scattered: the kind that does the same for the own slice alone; "" where there is none.
-    slices_sent: slices of 1/N of the whole that one rank sends to N - 1 others.
-    rate: the measured kind that the cost of this transfer is read from (`fzero.cost.rates`).
     runs: for a kind that is a plain function on this rank's tensors: `runs(reads, writes)` fills `writes`.
     copies: the only write becomes a copy of the only read; `fzero.verify` knows its value by that.
     """
@@ -61,25 +59,52 @@ class OpKind:
     num_writes: tuple[int, int]
     computes: bool = False
     transfers: bool = False
-    collective: bool = False
-    gathers: bool = False
-    reduces: bool = False
-    scatters: bool = False
-    exchanges: bool = False
-    small: bool = False
+    collective: Collective | None = None
     moves: bool = False
-    changes_target: bool = False
-    scattered: str = ""
-    slices_sent: int = 0
-    rate: str = ""
     runs: Local | None = None
     copies: bool = False
 
+    @property
+    def gathers(self) -> bool:
+        """Whether it brings the ranks' slices together."""
+        return self.collective is not None and self.collective.term == "gathered"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it adds over ranks, or takes the largest."""
+        return self.collective is not None and self.collective.combines
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a rank gets its own slice alone."""
+        return self.collective is not None and self.collective.target == "slice"
+
+    @property
+    def small(self) -> bool:
+        """Whether it reduces a value without equal slices: each rank sends all of it to each other rank."""
+        return self.collective is not None and self.collective.combines and self.collective.source == "value"
+
+    @property
+    def scattered(self) -> str:
+        """The kind that does the same for the own slice alone; "" where there is none."""
+        return self.collective.scattered if self.collective is not None else ""
+
+    @property
+    def rate(self) -> str:
+        """The measured kind that the cost of a collective is read from."""
+        return self.collective.rate if self.collective is not None else ""
+
     def wire_bytes(self, whole: int, world: int) -> int:
         """Bytes that one rank sends: `whole` is the bytes of the whole buffer, `world` the ranks of the axis."""
-        if self.small:
-            return whole * (world - 1)
-        return self.slices_sent * whole * (world - 1) // world
+        return self.collective.wire_bytes(whole, world) if self.collective is not None else 0
+
+    def scratch(self, transport: str, numel: int, world: int) -> tuple[int, int] | None:
+        """The shape of the receive buffer that a source of so many elements needs; None: it needs none."""
+        return self.collective.scratch(transport, numel, world) if self.collective is not None else None
+
+
+def _collective(name: str, record: Collective) -> OpKind:
+    return OpKind(name, (1, 1), (1, 2 if record.combines else 1), transfers=True, collective=record)
 
 
 OPS: dict[str, OpKind] = {
@@ -87,26 +112,18 @@ OPS: dict[str, OpKind] = {
     for kind in (
         OpKind("run", (0, ANY), (0, ANY), computes=True),
         OpKind("update", (0, ANY), (0, ANY), computes=True),
-        OpKind(
-            "all_gather", (1, 1), (1, 1), transfers=True, collective=True, gathers=True, slices_sent=1,
-            rate="all_gather",
+        _collective("all_gather", ALL_GATHER),
+        _collective(
+            "reduce_scatter", Collective("whole", "slice", own_part, rate="reduce_scatter", combines=True)
         ),
-        OpKind(
-            "reduce_scatter", (1, 1), (1, 2), transfers=True, collective=True, reduces=True, scatters=True,
-            slices_sent=1, rate="reduce_scatter",
+        _collective(
+            "all_reduce",
+            Collective("whole", "whole", own_part, rate="reduce_scatter", combines=True, scattered="reduce_scatter"),
         ),
-        OpKind(
-            "all_reduce", (1, 1), (1, 2), transfers=True, collective=True, reduces=True, changes_target=True,
-            scattered="reduce_scatter", slices_sent=2, rate="reduce_scatter",
+        _collective(
+            "all_reduce_small", Collective("value", "value", everything, rate="reduce_scatter", combines=True)
         ),
-        OpKind(
-            "all_reduce_small", (1, 1), (1, 2), transfers=True, collective=True, reduces=True, small=True,
-            rate="reduce_scatter",
-        ),
-        OpKind(
-            "all_to_all", (1, 1), (1, 1), transfers=True, collective=True, exchanges=True, slices_sent=1,
-            rate="all_gather",
-        ),
+        _collective("all_to_all", Collective("whole", "whole", own_part, rate="all_gather")),  # none of its own yet
         OpKind("send", (1, 1), (0, 0), transfers=True),
         OpKind("recv", (0, 0), (1, 1), transfers=True),
         OpKind("move", (1, 1), (1, 1), transfers=True, moves=True, copies=True),

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import quote
 
+from fzero import backend
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import (
@@ -37,7 +38,7 @@ from fzero.ir.records import (
 )
 
 HEADER = "fzero program 2"
-TRANSPORTS = ("p2p", "shared", "nccl")
+TRANSPORTS = tuple(name for known in backend.BACKENDS.values() for name in known.transports)
 
 
 @dataclass(frozen=True)
@@ -237,16 +238,17 @@ def wire_bytes(program: Program, op: Op) -> int:
         return 0  # verify refuses it, and prints it
     if op.is_send:
         return sum(program.buffers[ref.name].nbytes for ref in op.reads)
-    refs = op.writes if op.gathers else op.reads
-    if not op.is_collective or op.axis not in program.mesh or not refs:
+    record = op.row.collective
+    if record is None or op.axis not in program.mesh or not (op.reads and op.writes):
         return 0
-    return op.row.wire_bytes(program.buffers[refs[0].name].nbytes, program.mesh.size(str(op.axis)))
+    source, target = (program.buffers[refs[0].name].nbytes for refs in (op.reads, op.writes))
+    return record.wire_bytes(record.whole_bytes(source, target), program.mesh.size(str(op.axis)))
 
 
 def route(program: Program, source: str, target: str) -> tuple[str, ...]:
     """The spaces that a value comes to on its way from one to another, the last included. A disk reads and writes the
     CPU's memory, which is a CPU world's device too; to a CUDA device it goes through the host."""
-    if program.transport == "nccl" and {source, target} == {DEVICE, DISK}:
+    if backend.of_transport(program.transport).disk_by_host and {source, target} == {DEVICE, DISK}:
         return (HOST, target)
     return (target,)
 

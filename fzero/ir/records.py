@@ -240,7 +240,7 @@ class Op:
     @property
     def is_collective(self) -> bool:
         """Whether all ranks of its axis take part."""
-        return self.row.collective
+        return self.row.collective is not None
 
     @property
     def is_message(self) -> bool:
@@ -256,11 +256,6 @@ class Op:
     def reduces(self) -> bool:
         """Whether it adds over ranks, or takes the largest."""
         return self.row.reduces
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether every rank gets a part of every rank's source."""
-        return self.row.exchanges
 
     @property
     def moves(self) -> bool:
@@ -315,7 +310,7 @@ class Op:
     @property
     def sources(self) -> set[str]:
         """The buffers that other ranks may read after this rank has waited for the transfer."""
-        return {self.reads[0].name, *([self.target] if self.row.changes_target else [])}
+        return {self.reads[0].name, *([self.target] if self.row.scattered else [])}
 
     # --- its attributes
 

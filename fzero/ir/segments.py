@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero._torch_compat import FakeTensorMode, graph_module
 from fzero.ir.fx_nodes import copy_node, drop_dead, is_compute, is_rename, is_view, mutated, operand, output, outputs
 from fzero.ir.fx_values import contiguous_like, dense_like, is_dense, memory
@@ -147,7 +148,7 @@ def _true_statistics(gm: fx.GraphModule) -> None:
     """
     for node in gm.graph.nodes:
         weight = node.args[_NORMS[node.target]] if node.target in _NORMS else None
-        if not isinstance(weight, fx.Node) or weight.meta["val"].device.type != "cpu":
+        if not isinstance(weight, fx.Node) or not backend.of(weight.meta["val"].device).on_host:
             continue
         out, mean, deviation, *rest = node.meta["val"]
         if out.dtype.itemsize == 2 and weight.meta["val"].dtype is torch.float32:

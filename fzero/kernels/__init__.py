@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero import backend
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -58,7 +60,7 @@ def _has_triton() -> bool:
 
 
 def _flat(*tensors: torch.Tensor) -> bool:
-    return all(t.is_cuda and t.is_contiguous() for t in tensors)
+    return all(backend.of(t.device).has_kernels and t.is_contiguous() for t in tensors)
 
 
 def _fits_adamw(param: Any, grad: Any, mu: Any, nu: Any, *hyper: Any) -> bool:

@@ -8,12 +8,12 @@ these kernels wait for memory.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fzero import backend
 from fzero.kernels import FLOATS
 
 __all__ = [
@@ -50,7 +50,7 @@ def launch(
     if triton is None:
         name = kernel.__name__.strip("_")
         raise ImportError(f"{name} on {device} needs Triton, which this Python does not have: pip install triton")
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with backend.of(device).calls.current(device):
         kernel[(programs,)](*args, enable_fp_fusion=enable_fp_fusion, **constants)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import backend, tree
 from fzero.cost.memory import account
 from fzero.errors import SpecError
 from fzero.log.progress_log import Progress
@@ -143,8 +143,9 @@ class Log:
         if program is not None and program is not self._planned[0]:
             self._planned = (program, account(program).peak)
         planned = {} if program is None else {"planned_peak_bytes": self._planned[1]}
-        if state.runtime.device.type == "cuda":
-            return {**planned, "measured_peak_bytes": torch.cuda.max_memory_allocated(state.runtime.device)}
+        device = state.runtime.device
+        if (peak := backend.of(device).calls.peak(device)) is not None:
+            return {**planned, "measured_peak_bytes": peak}
         scale = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
         return {**planned, "process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale}
 
@@ -190,7 +191,5 @@ def _is_scalar(leaf: Any) -> bool:
 
 
 def _peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = backend.of(device).calls.describe(device)
     return next((flops for words, flops in PEAK_FLOPS.items() if all(w in name for w in words.split())), None)

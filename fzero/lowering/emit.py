@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_nodes, segments
+from fzero.ir import fx_nodes, kinds, segments
 from fzero.ir.recorder import record
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.plan.state_plan import Plan
@@ -80,8 +80,8 @@ class Emitter:
         axis = axis or self.plan.axis
         n = self.plan.mesh.size(axis)
         result = self.new(name, like, "activation")
-        room = like.new_empty((n - 1, max(like.numel(), 1)))
-        writes = [result, *([self.new(f"{name}.scratch", room, "scratch")] if self.transport != "shared" else [])]
+        room = kinds.of("all_reduce_small").scratch(self.transport, like.numel(), n)
+        writes = [result, *([self.new(f"{name}.scratch", like.new_empty(room), "scratch")] if room else [])]
         divisor = n * parts if how == "mean" else 1
         operation = "sum" if how == "mean" else how
         self.emit(

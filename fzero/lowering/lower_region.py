@@ -14,7 +14,7 @@ from torch import fx
 
 from fzero.capture.graph import Graph, Region
 from fzero.capture.step_ops import REDUCE
-from fzero.ir import fx_nodes, segments
+from fzero.ir import fx_nodes, kinds, segments
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
 from fzero.lowering.emit import Emitter, line_of
 
@@ -137,9 +137,9 @@ class RegionBuilder:
         moved = f"{name}.low" if narrow else name
         b.buffers[moved] = Buffer(moved, wire, source.shape, "grad", source.bucket)
         writes = [Ref(moved)]
-        if b.transport == "p2p":
+        if room := kinds.of("all_reduce").scratch(b.transport, bucket.length, n):
             scratch = f"{name}.scratch"
-            b.buffers[scratch] = Buffer(scratch, wire, (n - 1, bucket.length // n), "scratch")
+            b.buffers[scratch] = Buffer(scratch, wire, room, "scratch")
             writes.append(Ref(scratch))
         b.emit(
             "all_reduce", [Ref(grad)], writes, axis=axis, why=why, op="sum", divisor=divisor, microbatch=m,

@@ -39,12 +39,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import backend
 from fzero.ir import traits
 from fzero.ir.records import ALIGN
 from fzero.optim._ops import _op
 
 BLOCK = ALIGN  # elements; where every leaf of a bucket begins
-CHUNK = {"cpu": 32_768, "cuda": 1 << 22}  # elements at a time: on the CPU, so that the buffers stay in the cache
+CHUNK = 32_768  # elements at a time on the CPU, so that the buffers stay in the cache
 BUFFER_BYTES = 43  # that an element of a chunk needs in all
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
@@ -90,7 +91,7 @@ def adamw8_(
     p, m, ms, v, vs = (t.reshape(-1) for t in targets)  # a view, or a copy where strides leave no choice
     g, total = grad.reshape(-1), param.numel()
     hyper = _scalars(param, count, lr, beta1, beta2, weight_decay)
-    chunk = CHUNK.get(param.device.type, CHUNK["cuda"])
+    chunk = backend.of(param.device).chunk or CHUNK
     for start in range(0, total, chunk):
         stop = min(start + chunk, total)
         here, blocks = slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))

@@ -34,12 +34,13 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
+from fzero import backend
 from fzero._torch_compat import fused_adam_, fused_adamw_, in_functorch
 from fzero.ir import traits
 from fzero.kernels import kernel_for
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
-PIECE = {"cpu": 65_536, "cuda": 1 << 22}  # elements at a time; more on CUDA, where each chunk is three launches
+PIECE = 65_536  # elements at a time on the CPU
 
 __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
 
@@ -91,7 +92,11 @@ def adamw_(
     if param.numel() == 0:
         return
     numbers = (beta1, beta2, eps, weight_decay, decoupled)
-    kernel = kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu) if param.is_cuda else None
+    kernel = (
+        kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
+        if backend.of(param.device).has_kernels
+        else None
+    )
     if kernel is not None:
         kernel(param, grad, mu, nu, count, lr, *numbers)
         return
@@ -165,7 +170,7 @@ def sum_squares(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     if x.numel() == 0:
         return total
-    flat, chunk = x.reshape(-1), PIECE.get(x.device.type, PIECE["cuda"])
+    flat, chunk = x.reshape(-1), backend.of(x.device).chunk or PIECE
     buffer = torch.empty(min(chunk, flat.numel()), dtype=torch.float64, device=x.device)
     for piece in flat.split(chunk):
         wide = buffer[: piece.numel()].copy_(piece)

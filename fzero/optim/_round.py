@@ -70,9 +70,9 @@ def rounded(x: Tensor, seed: Tensor) -> Tensor:
     key1, key2 = _keys(seed.to(x.device))
     bits, target = dense.view(torch.int32), flat.view(torch.int16)
     if x.is_cpu:
-        size = min(PIECE["cpu"], dense.numel())
+        size = min(PIECE, dense.numel())
         h, t = torch.empty(size, dtype=torch.int32), torch.empty(size, dtype=torch.int32)
-        for source, into in zip(bits.split(PIECE["cpu"]), target.split(PIECE["cpu"]), strict=True):
+        for source, into in zip(bits.split(PIECE), target.split(PIECE), strict=True):
             n = source.numel()
             _round_into(into, source, h[:n], t[:n], key1, key2)
     else:

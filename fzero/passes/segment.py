@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fzero.ir import fx_nodes, fx_values, rewrite, segments
+from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.passes.pipeline.chunks import node_chunks, root
@@ -109,15 +109,14 @@ def _transfer(op: Op, piece: _Piece, source: Ref, target: Ref, buffers: dict[str
     _, axis, n, *how = (str(x) for x in node.args)
     kind, size, dtype = TRANSFERS[node.target], buffers[source.name].numel, buffers[source.name].dtype
     attrs: dict[str, int | str] = {} if piece.chunk is None else {"chunk": piece.chunk}
-    if reduces := "reduce" in kind:
+    if "reduce" in kind:
         attrs |= {"op": how[0] if kind == "all_reduce" else "sum", "divisor": 1}
     if kind == "all_reduce" and size % int(n):
         kind = "all_reduce_small"
     writes = [target]
-    if reduces and transport == "p2p":
+    if room := kinds.of(kind).scratch(transport, size, int(n)):
         scratch = f"{target.name}.scratch"
-        part = size if kind == "all_reduce_small" else size // int(n)
-        buffers[scratch] = Buffer(scratch, dtype, (int(n) - 1, part), "scratch")
+        buffers[scratch] = Buffer(scratch, dtype, room, "scratch")
         writes.append(Ref(scratch))
     start = make_op(
         kind, [source], writes, axis=axis, why=piece.why, region=str(op.region), microbatch=op.microbatch,

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_nodes, fx_values, rewrite, segments
+from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.ir.traits import BLOCKWISE, WHOLE
@@ -323,8 +323,8 @@ class _Outer:
         total, scratch = f"{name}.all", f"{name}.scratch"
         n, refs = self.run.program.mesh.size(axis), [Ref(total)]
         self.run.buffers[total] = Buffer(total, source.dtype, source.shape, "activation")
-        if self.run.program.transport != "shared":  # its ranks read one another's memory and add
-            self.run.buffers[scratch] = Buffer(scratch, source.dtype, (n - 1, source.numel), "scratch")
+        if room := kinds.of("all_reduce_small").scratch(self.run.program.transport, source.numel, n):
+            self.run.buffers[scratch] = Buffer(scratch, source.dtype, room, "scratch")
             refs.append(Ref(scratch))
         self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))
         self._emit(make_op("wait", [Ref(total)], why=why))

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fzero import tree
+from fzero import backend, tree
 from fzero._torch_compat import allocations
 from fzero.capture.provenance import describe
 from fzero.compile.lowered import Lowered
@@ -192,7 +192,7 @@ def record(state: State, lowered: Lowered, batch: Any, ready: Callable[[], None]
     tensors = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     here = [x for x in bound.memory.values() if x.device.type == runtime.device.type]
     held = _held([*here, bound.arena, *tensors])
-    clock = _Device(runtime.device) if runtime.device.type == "cuda" else _Host()
+    clock = _Device(runtime.device) if backend.of(runtime.device).on_streams else _Host()
     with clock.watching():
         ready()
         faults = _faults()
@@ -335,5 +335,4 @@ def _shapes(batch: Any) -> tuple[str, ...]:
 
 
 def _machine(device: torch.device) -> str:
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    return f"{kind}, torch {torch.__version__}"
+    return f"{backend.of(device).calls.describe(device)}, torch {torch.__version__}"

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fzero import backend
 from fzero.kernels.philox_numpy import philox_reference
 from fzero.random import _key_rules
 
@@ -29,7 +30,9 @@ _CHUNK = 1 << 16  # numbers made at once on CPU, few enough for the second-level
 
 
 def _op(name: str, schema: str) -> Callable[[Callable[..., torch.Tensor]], Any]:
-    return torch.library.custom_op(f"fzero::{name}", mutates_args=(), device_types=("cpu", "cuda"), schema=schema)
+    return torch.library.custom_op(
+        f"fzero::{name}", mutates_args=(), device_types=tuple(backend.BACKENDS), schema=schema
+    )
 
 
 @_op("random_split", "(Tensor key, SymInt num) -> Tensor")
@@ -73,7 +76,7 @@ def uniform_part(
     whole = math.prod(shape[dim:])
     run, count = whole // n, math.prod(shape[:dim])
     part = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]
-    if key.is_cuda or run < SHORT:
+    if backend.of(key.device).has_kernels or run < SHORT:
         drawn = uniform(key, shape, dtype, low, high).unflatten(dim, (n, shape[dim] // n))
         return drawn.index_select(dim, rank.reshape(1)).reshape(part)
     rows, place = key.new_empty((count, run), dtype=dtype), int(rank)
@@ -160,7 +163,7 @@ def _derived(key: torch.Tensor, num: int, data: torch.Tensor | None, domain: int
     keys = key.reshape(-1, 2).contiguous()
     out = keys.new_empty((len(keys), num, 2))
     data = None if data is None else data.reshape(-1).contiguous()
-    if key.is_cuda:
+    if backend.of(key.device).has_kernels:
         _kernels().derive(out, keys, data, domain=domain)
     else:
         counter = np.zeros((4, len(keys), num), np.uint64)
@@ -177,7 +180,7 @@ def _raw(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     keys = key.reshape(-1, 2).contiguous()
     size = math.prod(shape)
     rows = keys.new_empty((len(keys), -(-size // 2), 2))
-    if key.is_cuda:
+    if backend.of(key.device).has_kernels:
         _kernels().derive(rows, keys, None, domain=_BITS)
     else:
         for row, words in zip(rows, _words(keys), strict=True):
@@ -202,7 +205,7 @@ def _filled(
     """Keys (*B, 2) to numbers (*B, *shape)."""
     keys = key.reshape(-1, 2).contiguous()
     rows = keys.new_empty((len(keys), math.prod(shape)), dtype=dtype)
-    if key.is_cuda:
+    if backend.of(key.device).has_kernels:
         _kernels().fill(rows, keys, normal=domain == _NORMAL, low=low, high=high)
     else:
         for row, words in zip(rows, _words(keys), strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero import backend
 from fzero._torch_compat import by_decompositions, in_functorch
 from fzero.recurrent.recurrent_ops import BACKWARD, FORWARD, ONEDNN
 
@@ -29,7 +30,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if func not in LAYERS:
         return _cell(*args) if _fits_cell(args, kwargs) else func(*args, **kwargs)
     if not _fits(func, args, kwargs):
-        with _decomposed(any(isinstance(x, Tensor) and x.is_cuda for x in args)):
+        with _decomposed(any(isinstance(x, Tensor) and backend.of(x.device).on_streams for x in args)):
             return func(*args, **kwargs)
     return _layers(KINDS[func], *args)
 
@@ -50,7 +51,7 @@ def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _fits_cell(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if len(args) not in (4, 6) or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
         return False
-    if args[0].device.type != "cpu":  # CUDA has a kernel of its own for a cell
+    if not backend.of(args[0].device).on_host:  # CUDA has a kernel of its own for a cell
         return False
     tensors = [args[0], *_states(args[1]), *args[2:]]
     if not all(isinstance(x, Tensor) for x in tensors) or not _alike(tensors) or len(tensors) != len(args) + 1:
@@ -117,7 +118,7 @@ def _direction(
     by_onednn: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     operands = [None if t is None else t.contiguous() for t in (x, h, c, *w)]
-    narrow = kind == "lstm" and x.dtype is torch.float32 and x.device.type == "cpu" and w[4] is None
+    narrow = kind == "lstm" and x.dtype is torch.float32 and backend.of(x.device).on_host and w[4] is None
     narrow = narrow and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     ys, last, _ = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
@@ -164,7 +165,7 @@ def _differentiable(
     has_biases = weights[2] is not None
     params = [w for w in weights if w is not None]
     start: Any = h[None] if c is None else (h[None], c[None])
-    with _decomposed(x.is_cuda):
+    with _decomposed(backend.of(x.device).on_streams):
         outs = _FUNCTIONS[kind](x.flip(0) if reverse else x, start, params, has_biases, 1, 0.0, True, False, False)
     ys = outs[0].flip(0) if reverse else outs[0]
     wanted = [t for t in operands if t is not None and t.requires_grad]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fzero import backend
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
@@ -26,9 +27,11 @@ log = logging.getLogger("fzero")
 
 def obstacle(program: Program, device: torch.device) -> str | None:
     """The reason why this program cannot be one CUDA graph on `device`; None if no reason is known."""
-    if device.type != "cuda":
+    if not backend.of(device).records_graphs:
         return f"the state is on {device.type}"
-    if program.transport != "nccl" and any(op.transfers and not op.moves for op in program.ops):
+    if not backend.of_transport(program.transport).on_streams and any(
+        op.transfers and not op.moves for op in program.ops
+    ):
         return f"transfers via {program.transport} run on the host"
     for i, op in enumerate(program.ops):
         spaces = {program.buffers[ref.name].space for ref in (*op.reads, *op.writes)}

@@ -181,7 +181,7 @@ class LocalComm:
         for room in scratch if self.world.poison else ():
             spoil(room)
         if self.world.poison:
-            lent = [own.tensors[0], *([target] if own.op.row.changes_target else [])]
+            lent = [own.tensors[0], *([target] if own.op.row.scattered else [])]
             self.lent[name] = [(tensor, tensor.clone()) for tensor in lent]
 
 
@@ -200,20 +200,8 @@ def _complete(transfers: Sequence[_Transfer]) -> None:
         raise DeadlockError(f"ranks meet in different collectives: {sorted(str(k[:3]) for k in kinds)}")
     sources = [transfer.tensors[0].reshape(-1) for transfer in transfers]
     first = transfers[0].op
-    if first.gathers:
-        whole = torch.cat(sources)
-        results = [whole] * len(transfers)
-    elif first.exchanges:
-        parts = [source.chunk(len(transfers)) for source in sources]
-        results = [torch.cat([part[place] for part in parts]) for place in range(len(transfers))]
-    else:
-        total = sources[0].clone()
-        for source in sources[1:]:
-            total = torch.maximum(total, source) if first.reduction == "max" else total.add_(source)
-        if first.divisor != 1:
-            total.div_(first.divisor)
-        scatter = first.row.scatters
-        results = list(total.chunk(len(transfers))) if scatter else [total] * len(transfers)
+    assert first.row.collective is not None
+    results = first.row.collective.reference(sources, first.reduction, first.divisor)
     for transfer, result in zip(transfers, results, strict=True):
         target = transfer.tensors[len(transfer.op.reads)]
         if target.numel() != result.numel():

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from fzero import backend
 from fzero._torch_compat import below_autograd
 from fzero.runtime.lanes import Call, Lanes, RankFile
 
@@ -197,4 +198,4 @@ def _meet(one: Range, other: Range) -> bool:
 
 def lanes_for(device: torch.device, file: RankFile | None = None) -> Lanes:
     """Returns the lanes of a rank whose device this is. file: its file, if something of its state lies on disk."""
-    return StreamLanes(device, file) if device.type == "cuda" else Lanes(file)
+    return StreamLanes(device, file) if backend.of(device).on_streams else Lanes(file)

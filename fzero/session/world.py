@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fzero import progress, tree
+from fzero import backend, progress, tree
 from fzero._torch_compat import default_store
 from fzero._version import __version__
 from fzero.capture import ambient
@@ -93,7 +93,7 @@ class World:
         `state` to raise on all ranks.
         """
         failure: Exception | None = None
-        device = torch.device("cuda" if str(getattr(spec, "device", "")).startswith("cuda") else "cpu")
+        device = torch.device(_kind_named(getattr(spec, "device", None)))
         try:
             ambient.check(name)
             check_spec(name, spec)
@@ -103,7 +103,7 @@ class World:
         seconds = getattr(spec, "timeout", None)
         rank, size = process_group.open_world(device.type, seconds)
         group = None
-        if device.type == "cuda" and size > 1:  # digests go over gloo: the device never waits for them
+        if backend.of(device).on_streams and size > 1:  # digests go over gloo: the device never waits for them
             patience = timedelta(seconds=seconds or process_group.TIMEOUT_SECONDS)
             group = dist.new_group(backend="gloo", timeout=patience)
         try:
@@ -197,16 +197,22 @@ def _file(spec: Spec, plan: Plan, rank: int, here: heartbeat.Presence) -> DiskFi
     return DiskFile(folder, file_bytes(plan, rank), timeout=patience, owner=here.label(rank))
 
 
+def _kind_named(device: Any) -> str:
+    """The kind of device that a spec's field begins with, which may be wrong otherwise; the CPU's where it is none."""
+    return next((kind for kind in backend.BACKENDS if str(device).startswith(kind)), "cpu")
+
+
 def _device(name: str, spec: Spec, like: Any) -> torch.device:
     """The state's device: the spec's, else that of the tensors in `like`, else the CPU. Raises SpecError or TreeError
     if there is none."""
     if spec.device is not None:
         device = torch.device(spec.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
+        known = backend.of(device)
+        if known.on_streams and not known.calls.available():
             raise SpecError(f"Spec(device={spec.device!r}): this torch sees no CUDA device. Leave it out, or use 'cpu'")
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        return torch.device("cpu") if device.type == "cpu" else device  # "cpu:0" too, on which tensors lie on "cpu"
+        if known.on_streams and device.index is None:
+            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device(device.type) if known.on_host else device  # "cpu:0" too, on which tensors lie on "cpu"
     if callable(like):
         return torch.device("cpu")
     devices = {x.device for x in tree.flatten(like)[1] if isinstance(x, torch.Tensor)}
@@ -215,7 +221,7 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
     if len(devices) > 1:
         raise TreeError(f"params lie on several devices: {sorted(map(str, devices))}. Move them to one")
     device = devices.pop() if devices else torch.device("cpu")
-    if device.type == "meta":
+    if device == torch.device("meta"):
         raise TreeError(
             "params are on the meta device, so they have no values: pass a function of a key that makes them, or call "
             "fzero.lower"

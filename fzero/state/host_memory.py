@@ -13,6 +13,7 @@ import mmap
 
 import torch
 
+from fzero import backend
 from fzero.disk import aligned
 from fzero.errors import OffloadError
 
@@ -54,7 +55,7 @@ def host_memory(device: torch.device, nbytes: int) -> torch.Tensor:
     >>> host_memory(torch.device("cpu"), 5000).shape
     torch.Size([5000])
     """
-    if device.type != "cuda":
+    if not backend.of(device).locks_pages:
         return aligned(nbytes)
     with torch.cuda.device(device):
         return aligned(nbytes, _Locked)

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from fzero import backend
 from fzero.disk import aligned
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES
 from fzero.ir.records import DEVICE, SPACES, Buffer
@@ -20,7 +21,7 @@ Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint
 def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
     """Returns a function from a number of bytes to new memory on a device (uint8, 1-D): zeroed, and on the CPU of pages
     of its own, which the machine provides when they are first written."""
-    return aligned if torch.device(device).type == "cpu" else partial(torch.zeros, dtype=torch.uint8, device=device)
+    return aligned if backend.of(device).on_host else partial(torch.zeros, dtype=torch.uint8, device=device)
 
 
 @runtime_checkable
@@ -180,7 +181,7 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
 
 def _is_zero(value: torch.Tensor) -> bool:
     """Whether a tensor on the CPU has no bit set; False on another device, which is not asked."""
-    if value.device.type != "cpu":
+    if not backend.of(value.device).on_host:
         return False
     flat = value.reshape(-1).contiguous()
     return not flat.as_strided(flat.shape, (1,)).view(torch.uint8).any()  # one element may have any stride

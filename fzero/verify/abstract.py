@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero.ir import fx_nodes
+from fzero.ir.collectives import Collective
 from fzero.ir.mesh import DATA, parts_of, within
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
@@ -150,12 +151,8 @@ class Abstract:
         elif op.row.runs is not None:
             for i, ref in enumerate(op.writes):
                 self.write(ref, term(op.kind, i, op.attrs, *map(self.read, op.reads)))
-        elif op.is_collective and not op.row.small and self.program.buffers[op.reads[0].name].bucket is None:
-            self.move(op)
-        elif op.gathers:
-            self.gather(op.reads[0], op.writes[0], op.axis)
-        elif op.reduces:
-            self.reduce(op)
+        elif (record := op.row.collective) is not None:
+            self.collective(op, record)
         elif op.is_free:
             for ref in op.reads:
                 self.memory.pop(ref.name, None)
@@ -174,6 +171,17 @@ class Abstract:
             return self.read(ref)
         except Undefined as error:
             return error
+
+    def collective(self, op: Op, record: Collective) -> None:
+        """A transfer among the ranks of an axis: of a value that lies in parts, or of a bucket (`Collective.term`)."""
+        if self.program.buffers[op.reads[0].name].bucket is None and not op.row.small:
+            self.move(op)
+        elif record.term == "reduced":
+            self.reduce(op)
+        elif record.term == "gathered":
+            self.gather(op.reads[0], op.writes[0], op.axis)
+        else:
+            raise Undefined(f"{op.kind} of {', '.join(map(str, op.reads))} has no meaning")
 
     def move(self, op: Op) -> None:
         """A transfer of a value that lies in parts, in no bucket. Raises `Undefined` for anything but whole buffers."""

@@ -101,7 +101,9 @@ def transfers(program: Program) -> Iterator[Fault]:
                 yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
         elif op.reduces:
             yield from _reduction(program, i, op, n)
-        elif op.exchanges and (source.numel % n or source.numel != target.numel):
+        elif (record := op.row.collective) and (
+            source.numel != target.numel or (record.source != "value" and source.numel % n)
+        ):
             yield i, f"exchanges {source.numel} elements of {n} ranks for {target.numel}: equal parts of equal sizes"
         dtypes = {ref.name: DTYPE_NAMES[program.buffers[ref.name].dtype] for ref in (*op.reads, *op.writes)}
         if len(set(dtypes.values())) > 1:
@@ -120,13 +122,13 @@ def _reduction(program: Program, i: int, op: Op, n: int) -> Iterator[Fault]:
         yield i, f"sends all of the bucket in {op.reads[0]} to every rank: all_reduce sends each rank its part"
     elif room != needed_room:
         yield i, f"reduces {size} elements into {room}: {op.kind} needs {needed_room}"
-    elif program.transport == "p2p":
+    elif op.row.scratch(program.transport, size, n):
         scratch = length(program, op.writes[1]) if len(op.writes) > 1 else 0
         part = size if op.row.small else size // n
         if scratch < (n - 1) * part:
             yield i, f"receives {(n - 1) * part} elements into scratch of {scratch}"
-    elif program.transport == "shared" and len(op.writes) > 1:
-        yield i, f"has scratch {op.writes[1]}: transport shared adds what it reads in the other ranks' memory"
+    elif len(op.writes) > 1:
+        yield i, f"has scratch {op.writes[1]}: transport {program.transport} receives into none"
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ def with_one_more(rng: random.Random, p: Program, kind: OpKind, name: str) -> Pr
     if op is None:
         return None
     ops, at = [op], _point(rng, p, op)
-    if op.reduces and p.transport != "shared":
-        n, part = p.mesh.size(str(axis)), _size(p, source)
+    n, part = p.mesh.size(str(axis)) if axis else 1, _size(p, source)
+    if op.row.scratch(p.transport, part, n):
         room = Buffer(ROOM, p.buffers[name].dtype, ((n - 1) * part,), "scratch")
         p, ops = with_buffers(p, room), [replace(op, writes=(*op.writes, Ref(ROOM)))]
     ops += [make_op("wait", [Ref(op.target)])] if op.transfers else []

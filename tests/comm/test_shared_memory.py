@@ -242,7 +242,7 @@ def test_receive_buffers_are_not_for_shared_memory():
     reduce = make_op("reduce_scatter", [Ref("g")], [Ref("r"), Ref("s")], axis="dp", op="sum")
     ops = [reduce, make_op("wait", [Ref("r")])]
     program = program_of(ops, g=(128, "state"), r=(64, "grad"), s=(64, "scratch"))
-    with pytest.raises(VerifyError, match=r"\[transfers\] op 0 .*has scratch s: transport shared adds"):
+    with pytest.raises(VerifyError, match=r"\[transfers\] op 0 .*has scratch s: transport shared receives into none"):
         verify(program)
     without = replace(ops[0], writes=ops[0].writes[:1])
     assert list(transfers(replace(program, ops=(without, ops[1])))) == []

@@ -15,7 +15,7 @@ from models import MLP
 from torch import Tensor
 
 import fzero
-from fzero import LossScale, api, optim, random, tree
+from fzero import LossScale, optim, random, tree
 from fzero.precision import PRESETS
 
 # --- the scale by itself ----------------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ def test_where_a_look_waits_for_the_device_it_is_rare_and_misses_nothing(monkeyp
     scaler = LossScale(initial=2.0, minimum=2.0, hysteresis=1)
     given = spec(precision=replace(PRESETS["fp16"], loss_scale=scaler))
     state = fzero.init(MLP.init(random.key(0)), given)
-    monkeypatch.setitem(api.LOOKS_AFTER, "cpu", api.LOOKS_AFTER["cuda"])
-    for number in range(api.LOOKS_AFTER["cuda"] - 1):
+    monkeypatch.setitem(backend.BACKENDS, "cpu", replace(backend.CPU, looks_after=backend.CUDA.looks_after))
+    for number in range(backend.CUDA.looks_after - 1):
         state = fzero.step(state, batch(1, BAD if number == 3 else number % 2))
     assert int(state.metrics["skipped"]) == 1
     seen = r"at the least loss scale, 2 \(step 16, or one of the 15 before; the finite.* did update"
@@ -253,7 +253,7 @@ def test_where_a_look_waits_for_the_device_it_is_rare_and_misses_nothing(monkeyp
     with pytest.raises(fzero.NonFiniteError, match=seen):
         fzero.step(state, batch(1, 0))
     assert differing(before, split(whole(state))[0]), "as the message says"
-    assert fzero.step(state, batch(1, 0)).step == api.LOOKS_AFTER["cuda"]
+    assert fzero.step(state, batch(1, 0)).step == backend.CUDA.looks_after
 
 
 def clean(rank: int, step: int) -> Any:

@@ -84,14 +84,14 @@ def test_the_probability_is_the_part_cut_off() -> None:
 
 def test_bits_do_not_depend_on_slices_strides_or_chunks() -> None:
     torch.manual_seed(0)
-    x = torch.randn(3 * _round.PIECE["cpu"] + 17)
+    x = torch.randn(3 * _round.PIECE + 17)
     x[5], x[-1] = float("nan"), 3.4e38  # one chunk takes the careful way, the others do not
     whole = rounded(x, 3).view(torch.int16)
     for start, stop in (
         (0, 1),
         (1, 70),
         (64, 200_000),
-        (_round.PIECE["cpu"] - 1, _round.PIECE["cpu"] + 1),
+        (_round.PIECE - 1, _round.PIECE + 1),
         (100, len(x)),
     ):
         assert torch.equal(rounded(x[start:stop], 3).view(torch.int16), whole[start:stop])

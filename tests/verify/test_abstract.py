@@ -92,7 +92,7 @@ def test_an_exchange_of_a_bucket_has_no_meaning(good: Program) -> None:
 
 
 def test_a_kind_that_nobody_gave_a_meaning(good: Program) -> None:
-    swap = OpKind("swap", (1, 1), (1, 1), transfers=True, collective=True, slices_sent=1, rate="all_gather")
+    swap = OpKind("swap", (1, 1), (1, 1), transfers=True, collective=OPS["all_to_all"].collective)
     at = find(good, lambda op: op.reduces and op.row.scatters)[0]
     grad = good.ops[at].reads[0]
     broken = insert(good, at, make_op("swap", [grad], [grad], axis="dp"), make_op("wait", [Ref(grad.name)]))

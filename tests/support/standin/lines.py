@@ -1,8 +1,8 @@
 """lines: the lines of fzero that only a run on CUDA executes, found by rule, and which of them a run has executed.
 
 A statement is one of them if
-1. it is in a branch that a test on CUDA opens: the body of `if x.is_cuda`, `if device.type == "cuda"`, `if
-   torch.cuda.is_available()`, `if via == "nccl"`, `if self.recording is not None` (the words of `MARKS`); the `else`
+1. it is in a branch that a test on CUDA opens: the body of `if backend.of(x.device).has_kernels` (the facts of
+   `FACTS`), `if torch.cuda.is_available()`, `if self.recording is not None` (the words of `MARKS`); the `else`
    of, or what follows, a test that is negated and leaves; a line with a conditional expression on such a test, or that
    compares with "cuda" or asks `is_cuda`;
 2. it names something of `torch.cuda` beside `is_available`;
@@ -32,7 +32,8 @@ from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-MARKS = {"cuda", "nccl", "is_cuda", "recordable", "recording"}
+FACTS = {"on_streams", "records_graphs", "locks_pages", "has_kernels", "disk_by_host"}  # of CUDA's `fzero.backend`
+MARKS = {"cuda", "nccl", "is_cuda", "recordable", "recording", *FACTS}
 ALSO = {"fzero/runtime/cuda_graphs.py": {"record"}}
 OTHER = {"_Host"}  # in the other arm of a line that counts
 LAUNCHES = {"launch", "exact"}
@@ -80,7 +81,7 @@ def _names_cuda(node: ast.stmt) -> bool:
 
 def _compares(node: ast.stmt) -> bool:
     asked = [x for x in ast.walk(node) if isinstance(x, ast.Compare)]
-    said = any(isinstance(x, ast.Attribute) and x.attr == "is_cuda" for x in ast.walk(node))
+    said = any(isinstance(x, ast.Attribute) and x.attr in {"is_cuda", *FACTS} for x in ast.walk(node))
     return said or any({"cuda", "nccl"} & set(_words(x)) for x in asked)
 
 
