@@ -18,3 +18,10 @@ def restored() -> Iterator[None]:
         op_info._rows.clear()
         op_info._rows.update(before)
         op_info._forget()
+
+
+def drop(*names: str) -> None:
+    """Takes rows away."""
+    for name in names:
+        del op_info._rows[name]
+    op_info._forget()
