@@ -21,6 +21,8 @@ from fzero import random
 from fzero._torch_compat import RngStateMode
 from fzero.capture.provenance import user_line
 from fzero.errors import CaptureError
+from fzero.ir import op_info
+from fzero.ir.op_info import of
 
 aten = torch.ops.aten
 _AMBIENT = -1  # keeps the ambient draws apart from those that a loss makes from its own key
@@ -40,10 +42,10 @@ class Keyed(RngStateMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replaces a draw by its rule in RULES. Raises CaptureError for a draw without one, or from a given
+        """Replaces a draw by the op's `draws`. Raises CaptureError for a draw without one, or from a given
         generator."""
         kwargs = dict(kwargs or {})
-        rule = RULES.get(func)
+        rule = of(func).draws
         if torch.Tag.nondeterministic_seeded not in func.tags or no_dropout(func, args, kwargs):
             return func(*args, **kwargs)
         generators = [x for x in _named(func, args, kwargs).values() if isinstance(x, torch.Generator)]
@@ -204,7 +206,7 @@ def _multinomial(mode: Keyed, p: Tensor, num: int, replacement: bool = False) ->
     return (p / rates).topk(num, dim=-1).indices
 
 
-RULES: dict[Any, Callable[..., Any]] = {
+_DRAWS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_p,
@@ -233,3 +235,4 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.normal_.default: _normal_,
     aten.exponential_.default: _exponential_,
 }
+op_info.fill("draws", _DRAWS)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero.capture.known import Known
 from fzero.capture.refuse import REPLACED
+from fzero.ir import op_info
 
 aten = torch.ops.aten
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
@@ -77,5 +78,5 @@ def _of_tensors(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return called
 
 
-OPS = {aten._ctc_loss.Tensor: traced}  # an op of torch's: its trace, given what is known, then its operands
+op_info.fill("traced", {aten._ctc_loss.Tensor: traced})
 REPLACED.update({fn: _of_tensors(fn) for fn in (F.ctc_loss, torch.ctc_loss)})

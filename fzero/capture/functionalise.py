@@ -21,7 +21,8 @@ from fzero.capture.context import Tracing
 from fzero.capture.refuse import attribute, explained
 from fzero.capture.watch import Watch
 from fzero.errors import CaptureError
-from fzero.ir import as_strided, fx_nodes, fx_values, traits
+from fzero.ir import as_strided, fx_nodes, fx_values
+from fzero.ir.op_info import of
 from fzero.ir.recorder import record
 
 aten = torch.ops.aten
@@ -59,7 +60,7 @@ def _pure_form(node: fx.Node) -> Any:
     packet = getattr(aten, fx_nodes.op_name(node).removesuffix("_"), None)
     pure = getattr(packet, getattr(node.target, "_overloadname", ""), None)
     value: Any = changed.meta.get("val")
-    if pure is None or _types(pure) != _types(node.target) or not own or seen or not traits.is_pointwise(pure):
+    if pure is None or _types(pure) != _types(node.target) or not own or seen or not of(pure).pointwise:
         return None
     plain = isinstance(value, torch.Tensor) and value.dtype.is_floating_point and fx_values.is_dense(value)
     return pure if plain and _gives_another(pure, node, value) else None

@@ -22,31 +22,16 @@ from fzero._torch_compat import (
     scatters_keep_overlap,
     unwatched,
 )
-from fzero.capture import ctc
+from fzero.capture import ctc  # noqa: F401  (fills the column `traced`)
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
 from fzero.capture.refuse import PLAIN, SPARSE, Refused, ambient_draw, closed_over_write
 from fzero.ir import fx_values
+from fzero.ir.op_info import of
 from fzero.ir.recorder import DEVICE
 
 aten = torch.ops.aten
-
-# scatters that may keep an operand's overlap (scatters_keep_overlap()); they get a contiguous copy, without its gaps
-_SCATTERS = {
-    aten.as_strided_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.select_scatter.default,
-    aten.slice_scatter.default,
-}
-# ops that refuse mixed dtypes when they run, but not on fake tensors
-_ONE_DTYPE = {
-    aten.mm.default,
-    aten.mv.default,
-    aten.addmm.default,
-    aten.addmv.default,
-    aten.convolution.default,
-}
 
 
 class Watch(TorchDispatchMode):
@@ -97,12 +82,12 @@ class Watch(TorchDispatchMode):
         if odd := [x for x in args if isinstance(x, torch.Tensor) and _is_subclass(x)]:
             name = name_of(odd[0], self.tracing.fns)
             raise Refused(f"{func} at {self.where()} reads {name}, a {type(odd[0]).__name__}. {PLAIN}")
-        if func in _ONE_DTYPE and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
+        if of(func).one_dtype and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
             operands = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
             raise Refused(
                 f"{func} at {self.where()} is given {operands}: it needs one dtype. Cast one, as in x.to(w.dtype)"
             )
-        if func in _SCATTERS and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
+        if of(func).keeps_overlap and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, self.where())))
@@ -142,8 +127,8 @@ class Watch(TorchDispatchMode):
         """The result of an op; of one that asks for values that depend on no input, a literal."""
         if known is None:
             return func(*args, **kwargs)
-        if func in ctc.OPS:
-            return ctc.OPS[func](known, *args, **kwargs)
+        if (traced := of(func).traced) is not None:
+            return traced(known, *args, **kwargs)
         if func is aten.index.Tensor:
             args = (args[0], known.places(args[1]))
         elif func is aten.masked_select.default and args[0].shape == args[1].shape:

@@ -24,24 +24,13 @@ from torch import fx
 
 from fzero._torch_compat import function_schema, inductor_rounds
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import HOST, Op, Ref
 
 aten = torch.ops.aten
 AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it the time is not in the loops
 
-_LOOPS = frozenset(
-    str.split(
-        "sum mean amax amin prod var var_mean any all linalg_vector_norm logsumexp _softmax _log_softmax "
-        "_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward "
-        "_fused_rms_norm _fused_rms_norm_backward nll_loss_forward nll_loss_backward embedding cat stack "
-        "slice_backward select_backward full zeros ones arange scalar_tensor constant_pad_nd tril triu copy_"
-    )
-)
-_MOVES = frozenset(str.split("copy_ clone _to_copy full zeros ones ones_like zeros_like full_like"))
-_ERF = frozenset(
-    str.split("erf erfc special_erf special_erfc gelu gelu_backward")
-)  # aten's is twice as fast on the CPU
 _LOW = (torch.bfloat16, torch.float16)
 _DTYPES = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
@@ -170,21 +159,19 @@ def is_fusible(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_fusible(fx_nodes.operand(node))
     schema = fx_nodes.schema(node)
-    if schema is None or node.target.namespace != "aten":  # type: ignore[union-attr]
+    how = of(node.target).fusion
+    if schema is None or not how:
         return False
     values = [t for n in (node, *node.all_input_nodes) for t in fx_values.tensors(n.meta.get("val"))]
     devices = {t.device.type for t in values}
-    name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     if len(devices) != 1 or any(t.dtype not in _DTYPES or t.numel() == 0 for t in values):
         return False
     if any(t.dtype in _LOW for t in values) and not inductor_rounds(*devices):
         return False
     tags = node.target.tags  # type: ignore[union-attr]
-    if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and name in _ERF and not _is_tanh(node)):
+    if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and how == "not on cpu" and not _is_tanh(node)):
         return False
-    if schema.is_mutable and any(fx_nodes.base(d).op != "placeholder" for d in fx_nodes.mutated(node)):
-        return False
-    return name in _LOOPS or fx_nodes.is_pointwise(node)
+    return not schema.is_mutable or all(fx_nodes.base(d).op == "placeholder" for d in fx_nodes.mutated(node))
 
 
 def _is_tanh(node: fx.Node) -> bool:
@@ -214,7 +201,7 @@ def _computes(node: fx.Node) -> bool:
 
     Casts and copies are not counted: ZeRO stages differ in them, and every stage must make the same fusion decision.
     """
-    return node.target is not operator.getitem and node.target.overloadpacket.__name__ not in _MOVES  # type: ignore
+    return node.target is not operator.getitem and of(node.target).fusion != "move"
 
 
 def _moved(stretch: Sequence[fx.Node]) -> int:

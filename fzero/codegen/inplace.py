@@ -7,8 +7,8 @@ A gradient that is the sum of two terms holds its second term where the sum will
     a = mul(x, y); b = exp(a)              b lies where a lay
     t = mm(x, y); add.out(h, t, out=dest)  t lies in dest
 
-The tables name only ops whose kernel reads each element before it writes that element. They were seen to give the same
-bits, but for the sign and payload of a NaN, which follow how a kernel walks over memory.
+The column `overwrites` is of ops alone whose kernel reads each element before it writes that element. They were seen to
+give the same bits, but for the sign and payload of a NaN, which follow how a kernel walks over memory.
 """
 
 from __future__ import annotations
@@ -21,19 +21,12 @@ from torch import fx
 
 from fzero import backend
 from fzero.ir import fx_nodes, fx_values
+from fzero.ir.op_info import of
 from fzero.ir.records import Op
 from fzero.ir.rewrite import Spans
 
 aten = torch.ops.aten
 Home = fx_values.Value | fx.Node  # a value of the segment, or the placeholder of a destination
-
-_OVER = frozenset(
-    str.split(
-        "add sub mul div neg abs exp log sqrt rsqrt reciprocal square pow tanh sigmoid relu silu gelu where maximum "
-        "minimum clamp_min clamp_max tanh_backward sigmoid_backward threshold_backward silu_backward gelu_backward"
-    )
-)
-_OVER_ROWS = frozenset(("_log_softmax", "_softmax", "_log_softmax_backward_data", "_softmax_backward_data"))
 
 
 def apart(op: Op) -> frozenset[int]:
@@ -95,12 +88,12 @@ def _result(node: fx.Node, free: set[fx.Node]) -> Home | None:
 
 def writes_over(node: fx.Node) -> bool:
     """Whether an op may write over an operand: elementwise, or row by row."""
-    return fx_nodes.op_name(node) in _OVER or by_rows(node)
+    return of(node.target).overwrites == "elements" or by_rows(node)
 
 
 def by_rows(node: fx.Node) -> bool:
     """Softmax along the last dim on the CPU reads a row before it writes the row."""
-    if fx_nodes.op_name(node) not in _OVER_ROWS:
+    if of(node.target).overwrites != "rows":
         return False
     value = fx_nodes.operand(node).meta["val"]
     dims = {arg for arg in node.args[1:3] if isinstance(arg, int) and not isinstance(arg, bool)}

@@ -7,7 +7,7 @@ written another way (`special_form`). Of the rest the result is computed and cop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,42 +16,19 @@ from torch import fx
 from fzero import backend
 from fzero._torch_compat import kernel_of
 from fzero.codegen import tiling
-from fzero.ir import fx_nodes, strided_ops
+from fzero.ir import fx_nodes, op_info, strided_ops
+from fzero.ir.op_info import named, of
 
 aten = torch.ops.aten
 Call = Callable[[], Any]
 
-# a Python number for the tensor of another overload, which has an `out=` form
-_WITH_TENSOR = {
-    aten.add.Scalar: aten.add.out,
-    aten.sub.Scalar: aten.sub.out,
-    aten.mul.Scalar: aten.mul.out,
-    aten.div.Scalar: aten.div.out,
-}
-# beside pointwise ops, those whose `out=` form was seen to write its result there and nothing else: others resize `out`
-# and use it for intermediate values (binary_cross_entropy), or need results in memory of their own (linalg.qr)
-_WRITES_OUT = frozenset(
-    str.split(
-        "mm addmm bmm baddbmm sum mean amax amin any all argmax argmin cumsum cat stack index_select gather tril triu "
-        "index _softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
-        "nll_loss_forward nll_loss_backward "
-        "gelu_backward silu_backward max_pool2d_with_indices onednn_mm onednn_addmm onednn_bmm onednn_baddbmm "
-        "recurrent recurrent_backward"
-    )
-)
 
-
-@cache
 def out_form(target: Any) -> Any:
     """The overload of op `target` that writes its result into `out=` and nothing else, or None."""
-    if target in _WITH_TENSOR:
-        return _WITH_TENSOR[target]
-    if not hasattr(target, "_schema"):
-        return None
-    name = target.overloadpacket.__name__
-    if name not in _WRITES_OUT and torch.Tag.pointwise not in target.tags:
-        return None
-    return fx_nodes.out_overload(target)
+    how = of(target).out_form
+    if how in ("", "call", "program"):
+        return fx_nodes.out_overload(target) if how else None
+    return named(how)[0]
 
 
 def form_of(node: fx.Node) -> Any:
@@ -60,7 +37,7 @@ def form_of(node: fx.Node) -> Any:
     The form of `add.Scalar` takes two: its third, `alpha`, is no tensor. A softmax writes its result row by row, so an
     `out` that is not contiguous would be wrong.
     """
-    if node.target in _WITH_TENSOR and len(node.args) > 2:
+    if "." in of(node.target).out_form and len(node.args) > 2:
         return None
     if "_softmax" in fx_nodes.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
         return None
@@ -74,7 +51,7 @@ def special_form(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
     """
     if is_by_columns(node):
         return _embedding_backward_by_columns
-    form = _SPECIAL.get(node.target)
+    form = of(node.target).special_form
     return form if form is not None and _fits(node) else None
 
 
@@ -206,7 +183,7 @@ def _embedding_backward_by_columns(
         yield partial(copy_result, partial(kernel, grad[..., columns], index, *rest), into[:, columns])
 
 
-_SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
+_FORMS: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.clone.default: _copy,
     aten.copy.default: _copy_over,
     aten._to_copy.default: _copy,
@@ -231,3 +208,4 @@ _SPECIAL: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
+op_info.fill("special_form", _FORMS)

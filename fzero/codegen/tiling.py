@@ -25,17 +25,14 @@ from torch import fx
 
 from fzero import backend
 from fzero.codegen.inplace import by_rows
-from fzero.ir import fx_nodes
+from fzero.ir import fx_nodes, op_info
+from fzero.ir.op_info import of
 
 aten = torch.ops.aten
+Cut = tuple[
+    int, Mapping[int, int]
+]  # the dim of the result that is cut, and the dim of each operand that is cut with it
 BYTES = {0: 1 << 20, 1: 4 << 20}  # of a tile, by the dim that is cut
-# the same bits for any number of elements; a maximum of 0 and -0 may be either, so it is left out
-_EXACT = frozenset(str.split("add sub mul div neg abs sqrt where threshold_backward"))
-# the head's op: the dim of its result that is cut, and the dim of each operand that is cut with it
-_HEADS: dict[Any, tuple[int, dict[int, int]]] = {
-    aten.nll_loss_backward.default: (0, {1: 0, 2: 0}),
-    aten.embedding_dense_backward.default: (1, {0: -1}),
-}
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Chain:
 
         `env` holds the operands' whole tensors, `blocks` 1-D memory for a tile of each value between the ops.
         """
-        _, head = _HEADS[self.nodes[0].target]
+        _, head = _head(self.nodes[0]) or (0, {})
         along = {operand: self.dim for node in self.nodes[1:] for operand in node.all_input_nodes}
         along |= {fx_nodes.operand(self.nodes[0], index): dim for index, dim in head.items()}
         outer = {n: env[n] for node in self.nodes for n in node.all_input_nodes if n not in self.nodes}
@@ -97,23 +94,24 @@ def chains(gm: fx.GraphModule, apart: frozenset[int]) -> list[Chain]:
     chosen: list[Chain] = []
     for node in gm.graph.nodes:
         taken = {n for chain in chosen for n in chain.nodes}  # two chains may meet: the second ends before
-        chain = _chain(node, taken) if node.target in _HEADS and _is_head(node) else None
+        cut = _head(node)
+        chain = _chain(node, cut[0], taken) if cut is not None else None
         if chain is not None and _undisturbed(chain, list(gm.graph.nodes), position, free):
             chosen.append(chain)
     return chosen
 
 
-def _is_head(node: fx.Node) -> bool:
+def _head(node: fx.Node) -> Cut | None:
+    """How tiles cut the head of a chain; None for a node that is no head."""
+    head = of(node.target).tile_head
+    if head is None:
+        return None
     value = node.meta["val"]
-    if not backend.of(value.device).on_host or value.ndim != 2 or not value.is_contiguous():
-        return False
-    if node.target is aten.nll_loss_backward.default:
-        return node.args[4] in (1, 2)  # a mean or a sum: the gradient of the loss is one number
-    return value.dtype.itemsize < 4 and not node.args[4]
+    here = backend.of(value.device).on_host
+    return head(node) if here and value.ndim == 2 and value.is_contiguous() else None
 
 
-def _chain(head: fx.Node, taken: Collection[fx.Node]) -> Chain | None:
-    dim, _ = _HEADS[head.target]
+def _chain(head: fx.Node, dim: int, taken: Collection[fx.Node]) -> Chain | None:
     value = head.meta["val"]
     step = max(1, BYTES[dim] * value.shape[dim] // max(value.numel() * value.element_size(), 1))
     nodes = [head]
@@ -138,7 +136,7 @@ def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
 def _exact(node: fx.Node) -> bool:
     """Whether an op rounds once or not at all: with a factor (`alpha`) of the second operand it rounds twice."""
     name, factor = fx_nodes.op_name(node), {"alpha", "rounding_mode"} & set(node.kwargs)
-    return name in _EXACT and not factor and not (name in ("add", "sub") and len(node.args) > 2)
+    return of(node.target).exact and not factor and not (name in ("add", "sub") and len(node.args) > 2)
 
 
 def _undisturbed(chain: Chain, nodes: list[fx.Node], position: dict[fx.Node, int], free: set[fx.Node]) -> bool:
@@ -183,3 +181,22 @@ def calls(
                 width = operands[chain.nodes[0]].shape[chain.dim]
                 yield from calls_of(node, args, kwargs, {0: into.narrow(chain.dim, start, width)})
                 start += width
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def _of_a_loss(node: fx.Node) -> Cut | None:
+    """By rows, of a mean or a sum: then the gradient of the loss is one number."""
+    return (0, {1: 0, 2: 0}) if node.args[4] in (1, 2) else None
+
+
+def _of_an_embedding(node: fx.Node) -> Cut | None:
+    """By columns, in 16 bits, where rows are not scaled by how often they come."""
+    return (1, {0: -1}) if node.meta["val"].dtype.itemsize < 4 and not node.args[4] else None
+
+
+op_info.fill(
+    "tile_head",
+    {aten.nll_loss_backward.default: _of_a_loss, aten.embedding_dense_backward.default: _of_an_embedding},
+)

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fzero.cost.flops import flops, operands, results
 from fzero.cost.rates import Rates
-from fzero.ir import fx_nodes, fx_values
+from fzero.ir import fx_nodes
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST, Op
-from fzero.ir.scan_op import SCAN, body_of
-from fzero.recurrent import recurrent_ops as recurrent
 
 aten = torch.ops.aten
 WIRE, UPDATES = "wire", "host"
@@ -180,42 +179,6 @@ def _node(node: fx.Node, rates: Rates) -> float:
         return 0.0
     work = flops(node)
     if work:
-        return work / rates.flops[min(4, max(2, _values(node)[0].dtype.itemsize))]
-    moved = sum(x.numel() * x.element_size() for x in (*_values(node), *_operands(node)))
+        return work / rates.flops[min(4, max(2, results(node)[0].dtype.itemsize))]
+    moved = sum(x.numel() * x.element_size() for x in (*results(node), *operands(node)))
     return moved / rates.memory_bytes
-
-
-def flops(node: fx.Node) -> int:
-    """Floating-point operations of a matmul, a convolution, an attention or a recurrent layer; 0 for another op."""
-    name = fx_nodes.op_name(node)
-    if node.target in (recurrent.FORWARD, recurrent.BACKWARD):
-        args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-        return recurrent.flops(*args) if node.target is recurrent.FORWARD else 2 * recurrent.flops(*args[5:])
-    if node.target is SCAN:
-        body = body_of(node.args[3])  # type: ignore[arg-type]
-        return int(node.args[4]) * sum(flops(n) for n in body.graph.nodes if fx_nodes.is_compute(n))  # type: ignore[arg-type]
-    if name.removeprefix("onednn_") in ("mm", "bmm", "addmm", "baddbmm"):
-        first = _operands(node)[-2 if "out" not in node.kwargs else -3]
-        result = node.kwargs["out"].meta["val"] if "out" in node.kwargs else _values(node)[0]  # type: ignore[union-attr]
-        return 2 * result.numel() * int(first.shape[-1])
-    if name in ("convolution", "convolution_backward"):
-        weight = _operands(node)[1 if name == "convolution" else 2]
-        result = _values(node)[0] if name == "convolution" else _operands(node)[0]
-        return (2 if name == "convolution" else 4) * result.numel() * weight.numel() // max(weight.shape[0], 1)
-    if name.startswith("_scaled_dot_product"):
-        query, key = _operands(node)[1:3] if "backward" in name else _operands(node)[:2]
-        return (10 if "backward" in name else 4) * query.numel() * int(key.shape[-2])
-    return 0
-
-
-def _operands(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors of the arguments, in order; an argument that comes twice is there twice."""
-    nodes: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), nodes.append)
-    return [x for n in nodes for x in fx_values.tensors(n.meta.get("val"))]
-
-
-def _values(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors of the result; of an op that returns nothing, those that it writes to."""
-    written = (n.meta.get("val") for n in fx_nodes.mutated(node))
-    return fx_values.tensors(node.meta.get("val")) or [x for value in written for x in fx_values.tensors(value)]

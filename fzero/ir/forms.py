@@ -2,8 +2,9 @@
 
 A layer's ops come again in the next layer, in the next trace, and for each leaf of an optimizer. Fake tensors keep them
 too, but to look there takes half of the time of an op of a trace. Kept are ops of aten that write nothing, draw nothing
-and ask for no values, and of fzero's own the elementwise ones and those of `_OWN`. The forms of their results follow
-from those of their operands; what shares memory with an operand is said by the schema. All others go the usual way.
+and ask for no values, fzero's elementwise ones, and those whose row says so (`OpInfo.fake`). The forms of their results
+follow from those of their operands; what shares memory with an operand is said by the schema. All others go the usual
+way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero._torch_compat import FakeTensor, OpOverload, fake_by_kernel, fake_of_form, fake_rule
+from fzero.ir.op_info import of
 
 aten = torch.ops.aten
 MOST = 20_000  # calls that are kept
@@ -26,13 +28,6 @@ _TAGS = {
     torch.Tag.nondeterministic_seeded,
 }
 _STATIC = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
-_OWN = {"reduce", "sum_squares", "recurrent", "recurrent_backward"}  # that are not elementwise
-# their kernels for meta tensors are their rules, but for the strides of dims of size 1
-_SIMPLE = {
-    *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default),
-    *(aten.slice.Tensor, aten.select.int, aten.unsqueeze.default, aten.split.Tensor, aten.unbind.int),
-    *(aten.detach.default, aten.mm.default, aten.bmm.default, aten.addmm.default),
-}
 _NEVER = object()  # the key of a call whose results may follow from more
 _kept: dict[Any, list[tuple[Any, ...]] | None] = {}  # forms of a call's results; None: they are not to be kept
 
@@ -60,7 +55,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _asked(
     op: OpOverload, rule: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[FakeTensor]
 ) -> Any:  # fmt: skip
-    if op in _SIMPLE and _long(operands) and len({(x.fake_device, x.dtype) for x in operands}) == 1:
+    if of(op).fake == "kernel" and _long(operands) and len({(x.fake_device, x.dtype) for x in operands}) == 1:
         with contextlib.suppress(RuntimeError, IndexError, ValueError):  # torch's rule says what is wrong
             result = fake_by_kernel(op, args, kwargs, operands[0])
             if _long(result if isinstance(result, (list, tuple)) else [result]):
@@ -77,7 +72,7 @@ def _results(op: OpOverload) -> Any:
     """What the op returns: Tensor, tuple or list; None if its results' forms may follow from more than its operands'.
     No operand but the first may share memory with a result."""
     schema = op._schema
-    own = op.namespace == "fzero" and (torch.Tag.pointwise in op.tags or op.overloadpacket.__name__ in _OWN)
+    own = bool(of(op).fake) or (op.namespace == "fzero" and torch.Tag.pointwise in op.tags)
     sharing = {a.name for a in schema.arguments if a.alias_info is not None}
     types = [str(r.type) for r in schema.returns]
     if schema.is_mutable or _TAGS.intersection(op.tags) or not (op.namespace == "aten" or own):

@@ -15,18 +15,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import OpOverload
-from fzero.ir import traits
-
-aten = torch.ops.aten
-
-# aliases of their input that their schema does not mark, or that only rename it
-_ALIASES = {
-    aten._unsafe_view.default,
-    aten.lift_fresh.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-}
-_RENAMES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+from fzero.ir.op_info import of
 
 
 def is_compute(node: fx.Node) -> bool:
@@ -50,7 +39,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(operand(node))
-    if node.target in _ALIASES:
+    if of(node.target).view:
         return True
     if not node.args or not isinstance(node.args[0], fx.Node):  # `_conj` of a Python number
         return False
@@ -105,14 +94,15 @@ def ancestors(*nodes: fx.Node) -> set[fx.Node]:
 
 def is_rename(node: fx.Node) -> bool:
     """Whether a node only gives its operand another name (detach, alias)."""
-    return is_compute(node) and node.target in _RENAMES
+    return is_compute(node) and of(node.target).rename
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on the same element of every full-shaped operand alone."""
-    return is_compute(node) and traits.is_pointwise(node.target)
+    return is_compute(node) and of(node.target).pointwise
 
 
+@functools.cache
 def out_overload(target: Any) -> Any:
     """The overload that takes the arguments of op `target` and writes each result into a tensor given as `out=`.
 

@@ -24,6 +24,7 @@ from fzero import backend
 from fzero._torch_compat import FakeTensorMode, graph_module
 from fzero.ir.fx_nodes import copy_node, drop_dead, is_compute, is_rename, is_view, mutated, operand, output, outputs
 from fzero.ir.fx_values import contiguous_like, dense_like, is_dense, memory
+from fzero.ir.op_info import of
 
 aten = torch.ops.aten
 
@@ -131,15 +132,6 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-_NORMS = {
-    aten.native_layer_norm.default: 2,  # where the weight is
-    aten.native_group_norm.default: 1,
-    aten.native_batch_norm.default: 1,
-    aten._native_batch_norm_legit.default: 1,
-    aten._native_batch_norm_legit_functional.default: 1,
-}
-
-
 def _true_statistics(gm: fx.GraphModule) -> None:
     """Corrects the dtype of a norm's mean and deviation. In place.
 
@@ -147,7 +139,8 @@ def _true_statistics(gm: fx.GraphModule) -> None:
     16 bits.
     """
     for node in gm.graph.nodes:
-        weight = node.args[_NORMS[node.target]] if node.target in _NORMS else None
+        place = of(node.target).norm_weight
+        weight = node.args[place] if place is not None else None
         if not isinstance(weight, fx.Node) or not backend.of(weight.meta["val"].device).on_host:
             continue
         out, mean, deviation, *rest = node.meta["val"]

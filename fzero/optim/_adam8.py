@@ -37,10 +37,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero import backend
-from fzero.ir import traits
+from fzero.ir import fx_nodes, op_info
+from fzero.ir.op_info import OpInfo
 from fzero.ir.records import ALIGN
 from fzero.optim._ops import _op
 
@@ -133,8 +134,19 @@ def _(*tensors: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(param), *(torch.empty_like(t) for t in moments)
 
 
-traits.register(torch.ops.fzero.adamw8_.default, in_place=(torch.ops.fzero.adamw8.default, (0, 2, 3, 4, 5)))
-traits.register(torch.ops.fzero.adamw8.default, blockwise=((1, 1, 1, BLOCK, 1, BLOCK), (1, 1, BLOCK, 1, BLOCK)))
+def _buffer_bytes(node: fx.Node) -> int:
+    """The buffers of a chunk: some ten."""
+    return min(fx_nodes.operand(node).meta["val"].numel(), CHUNK) * BUFFER_BYTES
+
+
+op_info.add(
+    torch.ops.fzero.adamw8_.default,
+    OpInfo(in_place=(torch.ops.fzero.adamw8.default, (0, 2, 3, 4, 5)), workspace=_buffer_bytes),
+)
+op_info.add(
+    torch.ops.fzero.adamw8.default,
+    OpInfo(blockwise=((1, 1, 1, BLOCK, 1, BLOCK), (1, 1, BLOCK, 1, BLOCK)), workspace=_buffer_bytes),
+)
 
 
 # --- codes ------------------------------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from fzero.ir import traits
+from fzero._torch_compat import AMX
+from fzero.ir import op_info
+from fzero.ir.op_info import OpInfo
 from fzero.optim._ops import _op
 
 __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
@@ -87,7 +89,17 @@ def _(m: Tensor, steps: int, a: float, b: float, c: float, eps: float) -> Tensor
     return torch.empty(m.shape, dtype=torch.bfloat16, device=m.device)
 
 
-traits.register(torch.ops.fzero.orthogonalize.default, whole=torch.ops.fzero.orthogonalize_flat.default)
+def _square_bytes(node: fx.Node) -> int:
+    """The matrix once more in bfloat16, two squares of its shorter side, and the blocks that oneDNN's matmuls keep."""
+    shape = node.args[1] if node.target is _FLAT else node.meta["val"].shape
+    rows, cols = sorted(shape)  # type: ignore[arg-type]
+    blocks = 2 * rows * max(rows, min(cols, 512)) + 5_124 if AMX else 132_096  # one operand, in tiles
+    return 2 * rows * cols + 4 * rows * rows + blocks
+
+
+_WHOLE, _FLAT = torch.ops.fzero.orthogonalize.default, torch.ops.fzero.orthogonalize_flat.default
+op_info.add(_WHOLE, OpInfo(flat_form=_FLAT, workspace=_square_bytes))
+op_info.add(_FLAT, OpInfo(whole_form=_WHOLE, workspace=_square_bytes))
 
 
 def _check_matrix(m: Tensor) -> None:

@@ -31,12 +31,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import CustomOpDef, custom_op
 
 from fzero import backend
 from fzero._torch_compat import fused_adam_, fused_adamw_, in_functorch
-from fzero.ir import traits
+from fzero.ir import fx_nodes, op_info
+from fzero.ir.op_info import OpInfo
 from fzero.kernels import kernel_for
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
@@ -178,7 +179,13 @@ def sum_squares(x: Tensor) -> Tensor:
     return total
 
 
-traits.register(torch.ops.fzero.adamw_.default, in_place=(torch.ops.fzero.adamw.default, (0, 2, 3)))
+def _chunk_bytes(node: fx.Node) -> int:
+    """A chunk in float64, and its sum. A rank's own part of a range may be less than the chunk that is planned."""
+    return 8 * (min(PIECE, fx_nodes.operand(node).meta["val"].numel()) + 1)
+
+
+op_info.add(torch.ops.fzero.sum_squares.default, OpInfo(workspace=_chunk_bytes))
+op_info.add(torch.ops.fzero.adamw_.default, OpInfo(in_place=(torch.ops.fzero.adamw.default, (0, 2, 3))))
 
 # The shape rules.
 

@@ -23,8 +23,10 @@ formula is a pass over them (1.3 ns an element on one AVX2 core, and 70 us a cal
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from fzero.ir import fx_nodes, op_info
+from fzero.ir.op_info import OpInfo
 from fzero.optim._ops import PIECE, _op, watched
 
 _MAX = 0x7F7F0000  # bits of bfloat16's largest finite number
@@ -124,3 +126,11 @@ def _check(x: Tensor, seed: Tensor) -> None:
         raise TypeError(f"stochastic_round: seed is {seed.dtype}, but it must be torch.int64: write torch.tensor(7)")
     if seed.dim() != 0:
         raise ValueError(f"stochastic_round: seed has shape {tuple(seed.shape)}, but it must be 0-d")
+
+
+def _scratch_bytes(node: fx.Node) -> int:
+    """Two int32 numbers for each element of a chunk."""
+    return 8 * min(PIECE, fx_nodes.operand(node).meta["val"].numel()) + 20
+
+
+op_info.add(torch.ops.fzero.stochastic_round.default, OpInfo(workspace=_scratch_bytes))

@@ -17,8 +17,6 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import TreeError
 from fzero.optim import _adam8, _check, _moments, _ops
-from fzero.optim._adam8 import BUFFER_BYTES as BUFFER_BYTES
-from fzero.optim._adam8 import CHUNK as CHUNK
 from fzero.optim.adam import shrunk
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected

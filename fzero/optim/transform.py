@@ -32,7 +32,6 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check, _ops
-from fzero.optim._ops import PIECE as PIECE
 from fzero.optim._round import stochastic_round
 
 PyTree: TypeAlias = Any

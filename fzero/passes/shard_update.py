@@ -3,9 +3,9 @@
 After a reduction, a pointwise op gives the same bits on any slice, if its full-shaped operands are leaves of one place
 (or computed from such) and its other operands are 0-d. Equal chains of neighbouring leaves of a bucket become one op on
 their common range; a chain that differs (another weight decay) gets a range of its own. Work on blocks of 64 elements
-(`traits.BLOCKWISE`: quantised moments) runs on slices too, which never cut a block; its ranges end where padding would
-join a block. Work on whole leaves (`traits.WHOLE`: a matrix's orthogonalisation) is done by the rank in whose slice the
-leaf lies, and by no other. A leaf on several ranks is gathered, and all ranks do the work. A sum over a whole leaf
+(`OpInfo.blockwise`: quantised moments) runs on slices too, which never cut a block; its ranges end where padding would
+join a block. Work on whole leaves (`OpInfo.flat_form`: a matrix's orthogonalisation) is done by the rank in whose slice
+the leaf lies, and by no other. A leaf on several ranks is gathered, and all ranks do the work. A sum over a whole leaf
 becomes a sum over the own slice, and one all-reduce adds all such scalars. Full work that needs a computed flat value
 gathers it first. Everything else stays as it was. Columns that are kept whole (parameters under stages 1 and 2) are
 gathered after their update. With the state sharded, each rank updates P/N elements instead of P.
@@ -24,9 +24,9 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
+from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
-from fzero.ir.traits import BLOCKWISE, WHOLE
 from fzero.passes.common.leafwise import LeafCall, leafwise
 from fzero.passes.common.outer_run import OuterRun, SlotKey
 from fzero.plan.whole_leaves import is_whole
@@ -170,7 +170,7 @@ class _Outer:
                 alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
                 slots_of = self.run.program.buckets[bucket].slots
                 apart = slot and slots_of[slot - 1].stop < slots_of[slot].start  # padding, which no block may take in
-                if alike and not (apart and any(n.target in BLOCKWISE for n in by_slot[(bucket, slot)])):
+                if alike and not (apart and any(of(n.target).blockwise for n in by_slot[(bucket, slot)])):
                     runs[-1].append(slot)
                 else:
                     runs.append([slot])
@@ -230,7 +230,7 @@ class _Outer:
                 reads.append(Ref(self.run.stored[source], start, stop, None, own_slice))
                 writes.append(Ref(self.run.stored[node], start, stop, None, own_slice))
                 args = (list(shape), *node.args[1:])
-                target, value = WHOLE[node.target], node.meta["val"]
+                target, value = of(node.target).flat_form, node.meta["val"]
                 calls.append(LeafCall(target, source.meta["val"], value, stop - start, args, flat=True))
             done = self._run_of(leafwise(calls), reads, writes)
             names = [bucket.slots[self.run.slot_key[n][1]].path for n in group]
@@ -254,7 +254,7 @@ class _Outer:
         """Emits one chain of flat nodes on the common range of these slots."""
         bucket = self.run.program.buckets[bucket_name]
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
-        if any(n.target in BLOCKWISE for n in chain):
+        if any(of(n.target).blockwise for n in chain):
             stop = bucket.slots[slots[-1]].stop
         own_slice = self._updates_slices(bucket_name)
         inside = set(chain)

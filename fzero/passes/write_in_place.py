@@ -18,15 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.codegen import matmul
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op_info import column, of
 from fzero.ir.program import Program
 from fzero.ir.records import Op, Ref
-from fzero.ir.traits import IN_PLACE
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
-_KERNELS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.sum.dim_IntList, *matmul.FORMS.values()}
 
 
 def write_in_place(program: Program) -> Program:
@@ -138,8 +136,7 @@ def _safe(dest: fx.Node, value: fx.Node, same: dict[fx.Node, fx.Node | None], or
 
 def _out_kernel(value: Any) -> Any:
     """The overload that writes into `out=`, if torch has one that is a kernel and no copy in disguise."""
-    pointwise = fx_nodes.is_pointwise(value) and value.target.namespace == "aten"
-    if value.target not in _KERNELS and not pointwise:
+    if of(value.target).out_form != "program":
         return None
     form = fx_nodes.out_overload(value.target)
     return form if form is not None and form._schema.arguments[-1].name == "out" else None
@@ -147,7 +144,7 @@ def _out_kernel(value: Any) -> Any:
 
 def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None:
     """A pure op whose every result is copied over the operand it replaces becomes its in-place form."""
-    pure = {form: (target, places) for target, (form, places) in IN_PLACE.items()}
+    pure = {form: (target, places) for target, (form, places) in column("in_place").items()}
     for node in [n for n in graph.nodes if n.target in pure]:
         target, places = pure[node.target]
         picks = {u.args[1]: u for u in node.users}

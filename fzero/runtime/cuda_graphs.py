@@ -19,6 +19,7 @@ import torch
 
 from fzero import backend
 from fzero.ir import fx_nodes, fx_values
+from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
 
@@ -45,15 +46,11 @@ def obstacle(program: Program, device: torch.device) -> str | None:
     return None
 
 
-# their kernels on CUDA copy the lengths to the host, whatever the tags say (2.11.0, 2.13.0)
-_READ_LENGTHS = {"fzero.ctc_loss.default", "aten._ctc_loss_backward.Tensor"}
-
-
 def _waits(node: torch.fx.Node) -> str | None:
     """The reason why a node makes the host wait for the device; None if it does not."""
     tags = getattr(node.target, "tags", ())
     reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    if reads or str(node.target) in _READ_LENGTHS:
+    if reads or of(node.target).reads_back:
         return f"reads back from the device: {node.target}"
     values = fx_values.tensors(node.meta.get("val"))
     operands = [v for n in node.all_input_nodes for v in fx_values.tensors(n.meta.get("val"))]

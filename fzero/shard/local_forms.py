@@ -6,12 +6,13 @@ communicates. A sharded dim lies on the ranks in order, so rank r holds the elem
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from fzero.ir import fx_nodes
+from fzero.ir import fx_nodes, op_info
 from fzero.ir.recorder import record
 from fzero.shard import ops
 
@@ -139,13 +140,24 @@ def _own(index: Tensor, rank: int | Tensor, own: int, size: int) -> tuple[Tensor
     return torch.where(inside, local, torch.where(nobodys, index, 0)), inside
 
 
-FORMS: dict[str, Any] = {
-    form.__name__: form
-    for form in (
-        mean, embedding, embedding_dense_backward, log_softmax, log_softmax_backward, nll_loss_forward,
-        nll_loss_backward, nll_loss_mean, uniform,
-    )
-}  # fmt: skip
+op_info.fill(
+    "local_forms",
+    {
+        "aten.mean": (mean,),
+        "aten.embedding": (embedding,),
+        "aten.embedding_dense_backward": (embedding_dense_backward,),
+        "aten._log_softmax": (log_softmax,),
+        "aten._log_softmax_backward_data": (log_softmax_backward,),
+        **dict.fromkeys(("aten.nll_loss_forward", "aten.nll_loss2d_forward"), (nll_loss_forward, nll_loss_mean)),
+        **dict.fromkeys(("aten.nll_loss_backward", "aten.nll_loss2d_backward"), (nll_loss_backward,)),
+        "fzero.uniform": (uniform,),
+    },
+)
+
+
+def forms() -> dict[str, Callable[..., Any]]:
+    """The local forms of all ops, by name."""
+    return {form.__name__: form for forms_of in op_info.column("local_forms").values() for form in forms_of}
 
 
 def traced(
@@ -153,19 +165,19 @@ def traced(
 ) -> tuple[fx.Graph, list[fx.Node], dict[fx.Node, fx.Node]]:
     """(the graph of a form on these local arguments, its results, what each of its placeholders is).
 
-    form: a name of FORMS, and after a colon its `dim`, if it has one. args, kwargs: as the op has them, with nodes of
-    the local graph for tensors. rank: the node that holds the rank.
+    form: a name of `forms()`, and after a colon its `dim`, if it has one. args, kwargs: as the op has them, with nodes
+    of the local graph for tensors. rank: the node that holds the rank.
     """
     name, _, dim = form.partition(":")
     own = {"dim": int(dim)} if dim else {}
-    found: list[fx.Node] = []
+    local_form, found = forms()[name], list[fx.Node]()
     fx.node.map_arg((args, kwargs), found.append)
     nodes = list(dict.fromkeys(found))
 
     def local(rank: Tensor, *tensors: Tensor) -> Any:
         of = dict(zip(nodes, tensors, strict=True))
         a, k = fx.node.map_arg((args, kwargs), of.__getitem__)
-        return FORMS[name](_Traced(axis, n), rank, n, *a, **k, **own)
+        return local_form(_Traced(axis, n), rank, n, *a, **k, **own)
 
     mode = getattr(rank.meta["val"], "fake_mode", None)
     with mode if mode is not None else torch.no_grad():

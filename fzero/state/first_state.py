@@ -25,7 +25,7 @@ from fzero.capture.leaves import check_leaf, check_names
 from fzero.capture.provenance import describe
 from fzero.capture.tracing import lifted, trace
 from fzero.errors import TreeError, leaf_name
-from fzero.ir import fx_nodes, segments
+from fzero.ir import fx_nodes, op_info, segments
 from fzero.plan.state_plan import Plan
 from fzero.state import storage
 from fzero.state.order import Order
@@ -145,23 +145,17 @@ def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
     )
 
 
-_LIKE = {
-    aten.zeros_like.default: aten.zeros.default,
-    aten.ones_like.default: aten.ones.default,
-    aten.empty_like.default: aten.empty.memory_format,
-    aten.full_like.default: aten.full.default,
-}
-
-
 def _shapes_only(gm: fx.GraphModule) -> None:
     """Turns zeros_like(x) into zeros(x.shape), in place; the same for ones, empty and full. So no moment needs its
     parameter."""
     for node in list(gm.graph.nodes):
-        if node.target in _LIKE:
+        if made := op_info.of(node.target).of_shape:
             value = node.meta["val"]
             args = (list(value.shape), *node.args[1:])
             with gm.graph.inserting_before(node):
-                full = gm.graph.call_function(_LIKE[node.target], args, {"dtype": value.dtype, "device": value.device})
+                full = gm.graph.call_function(
+                    op_info.named(made)[0], args, {"dtype": value.dtype, "device": value.device}
+                )
             full.meta = dict(node.meta)
             node.replace_all_uses_with(full)
             gm.graph.erase_node(node)

@@ -16,10 +16,10 @@ from fzero.codegen import inplace, segment_memory
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.mesh import PIPELINE, within
+from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Op, Ref, tile_text
 from fzero.ir.rewrite import Spans
-from fzero.ir.traits import BLOCKWISE, IN_PLACE
 from fzero.shard.moves import VIEWS
 from fzero.verify.lifetimes import Fault
 
@@ -237,7 +237,8 @@ def calls(program: Program) -> Iterator[Fault]:
 
 def _by_blocks(node: fx.Node) -> bool:
     """Whether an op works on blocks, whose last one it pads itself."""
-    return IN_PLACE.get(node.target, (node.target,))[0] in BLOCKWISE
+    pure, *_ = of(node.target).in_place or (node.target,)
+    return of(pure).blockwise is not None
 
 
 def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:

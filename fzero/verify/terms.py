@@ -8,9 +8,9 @@ every ZeRO stage, bucket size and prefetch depth, after every pass. So it refuse
 microbatch or reads a moment from the wrong leaf.
 
 Flat work is understood: an elementwise op on a range of a bucket is that op on each leaf in the range; so is an op on
-blocks of 64 elements (`traits.BLOCKWISE`) where no padding lies between the leaves; an op that needs all of a leaf
-(`traits.WHOLE`) works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until it
-is summed over the axis; a buffer of which only the own slice was written is an *own slice* until it is gathered.
+blocks of 64 elements (`OpInfo.blockwise`) where no padding lies between the leaves; an op that needs all of a leaf
+(`OpInfo.flat_form`) works on own slices where the leaf lies in one of them; a sum over the own slice is *partial* until
+it is summed over the axis; a buffer of which only the own slice was written is an *own slice* until it is gathered.
 Copies, clones and detaches have the term of their operand; a copy into another dtype is a cast.
 
 A term knows over which axes it *varies*. The batch, a rank's place and the leaves that every rank keeps for itself
@@ -29,22 +29,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import fx_nodes, traits
+from fzero.ir import fx_nodes
 from fzero.ir.mesh import parts_of
+from fzero.ir.op_info import of
 from fzero.ir.records import ALIGN
 from fzero.shard.ops import TRANSFERS
 
 aten = torch.ops.aten
-_COPIES = {
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
-    aten.lift_fresh_copy.default,
-}
-_SUMS = {"aten::sum", "fzero::sum_squares"}
-
-
 NOWHERE: frozenset[str] = frozenset()
 
 
@@ -111,7 +102,8 @@ class PartialTerm:
 
 def apply(target: Any, args: Any, kwargs: Any) -> Any:
     """The value of one op on terms, `Vec`s and literals."""
-    if target in _COPIES:
+    known = of(target)
+    if known.meaning == "copy":
         return args[0]
     if target in TRANSFERS:
         return moved(TRANSFERS[target], *args)
@@ -127,10 +119,10 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if not vectors:
         return term(name, *_plain((args, tuple(sorted(kwargs.items()))))) if name != "getitem" else term(name, *args)
     first = vectors[0]
-    if target in traits.FLAT_FORMS:
+    if known.whole_form is not None:
         return _leaf(target, args, kwargs)
-    if target in traits.BLOCKWISE:
-        first = replace(_blocks(target, args), block_size=traits.BLOCKWISE[target][1])
+    if known.blockwise is not None:
+        first = replace(_blocks(target, args, known.blockwise[0]), block_size=known.blockwise[1])
     elif len({(v.span, v.own_slice, v.block_size, v.tile) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
@@ -138,20 +130,19 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
         own = fx.node.map_aggregate((args, kwargs), lambda a: a.slots[slot] if isinstance(a, Vec) else a)
         return term(name, *_plain((own[0], tuple(sorted(own[1].items())))))
 
-    if name in _SUMS:
+    if known.meaning == "sum":
         if len(first.slots) != 1 or first.tile is not None:
             raise Undefined(f"{target} sums over several leaves at once, or over a tile")
         (only,) = first.slots
         return PartialTerm(term_of(only), first.own_slice) if first.own_slice else term_of(only)
-    if not traits.is_pointwise(target) and target not in traits.BLOCKWISE:
+    if not known.pointwise and known.blockwise is None:
         raise Undefined(f"{target} is not elementwise and works on a flat range")
     return replace(first, slots={slot: term_of(slot) for slot in first.slots})
 
 
-def _blocks(target: Any, args: Any) -> Vec:
+def _blocks(target: Any, args: Any, wanted: tuple[int, ...]) -> Vec:
     """The range of an op on blocks: its operands' columns have the ratios it wants, and no block holds padding between
     leaves. Returns the first operand, a column of whole elements."""
-    wanted, _ = traits.BLOCKWISE[target]
     operands = args[: len(wanted)]
     if not all(
         isinstance(v, Vec) and v.block_size == block_size for v, block_size in zip(operands, wanted, strict=True)
@@ -171,12 +162,12 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     vector, shape, *rest = args
     if not isinstance(vector, Vec) or len(vector.slots) != 1 or not vector.tight:
         raise Undefined(f"{target} works on one leaf at a time, without padding")
-    ((slot, of),) = vector.slots.items()
+    ((slot, leaf),) = vector.slots.items()
     if slot not in vector.shapes or vector.tile is not None:
         raise Undefined(f"{target} needs a whole leaf, of which a rank boundary leaves each rank a part")
     if vector.shapes[slot] != tuple(shape):
         raise Undefined(f"{target} takes a leaf of shape {vector.shapes[slot]} for one of shape {tuple(shape)}")
-    return replace(vector, slots={slot: apply(traits.FLAT_FORMS[target], (of, *rest), kwargs)})
+    return replace(vector, slots={slot: apply(of(target).whole_form, (leaf, *rest), kwargs)})
 
 
 def _ratio(vector: Vec, block_size: int) -> Vec:
@@ -298,8 +289,8 @@ def evaluate(
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
         args, kwargs = fx.node.map_arg((node.args, kwargs), memory.value)
-        if node.target in traits.IN_PLACE:
-            pure, places = traits.IN_PLACE[node.target]
+        if (in_place := of(node.target).in_place) is not None:
+            pure, places = in_place
             result = apply(pure, args, kwargs)
             for index, place in enumerate(places):
                 memory.write(fx_nodes.operand(node, place), apply(operator.getitem, (result, index), {}))

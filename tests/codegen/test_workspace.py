@@ -22,9 +22,9 @@ import fzero
 from fzero.capture import trace_step
 from fzero.codegen import bind, segment_memory
 from fzero.codegen.matmul import FORMS, OUT_FORMS
-from fzero.codegen.workspace import RULES, workspace_bytes
+from fzero.codegen.workspace import workspace_bytes
 from fzero.cost.allocator import measured_peak
-from fzero.ir import fx_nodes, fx_values
+from fzero.ir import fx_nodes, fx_values, op_info
 from tests.acceptance.__main__ import commit
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ def test_a_workspace_rule_is_what_the_kernel_allocates(loss: Any) -> None:
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         values[node] = node.target(*args, **kwargs)
-        if node.target in RULES:
+        if node.target in op_info.column("workspace"):
             seen.add(node.target)
             _, peak = measured_peak(lambda n=node, a=args, k=kwargs: n.target(*a, **k))
             results = sum(v.untyped_storage().nbytes() for v in fx_values.tensors(node.meta["val"]))
@@ -399,7 +399,7 @@ def test_every_rule_is_tried() -> None:
         aten.linalg_matrix_exp.default, aten.kthvalue.default, aten.upsample_nearest2d.default,
         aten.upsample_bilinear2d.default, aten.im2col.default, aten.col2im.default,
     }  # fmt: skip
-    left = {str(target) for target in set(RULES) - tried}
+    left = {str(target) for target in set(op_info.column("workspace")) - tried}
     for name in set(BY_DATABASE) & set(opdb.OPS):
         op = opdb.OPS[name]
         left -= {line["call"] for line in workspaces.lines(op, opdb.dtypes_of(op)[0], workspaces.SIZES[:1], every=True)}

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import hf_models
+import op_rows
 import pytest
 import torch
 from dtensor_strategies import theirs
@@ -21,11 +22,14 @@ from torch import fx
 
 import fzero
 from fzero.interop import from_module
+from fzero.ir import op_info
+from fzero.ir.op_info import OpInfo
 from fzero.shard.factors import Call, Factors, Maker
-from fzero.shard.local_forms import FORMS
+from fzero.shard.local_forms import forms
 from fzero.shard.placements import Partial, Replicated, Shard, local_shape
-from fzero.shard.rules import RULES, Rule, Strategy, Unknown, localised, moved, rule_of, strategies
-from fzero.shard.rules.given import GIVEN, rule
+from fzero.shard.rules import Rule, Strategy, Unknown, localised, rule_of, strategies
+from fzero.shard.rules.given import rule
+from fzero.shard.rules.pointwise import UNTAGGED
 from fzero.shard.rules.whole import whole
 
 aten = torch.ops.aten
@@ -101,8 +105,9 @@ def _only_replicated_gives_partial(strategy: Strategy) -> bool:
 
 
 def test_every_rule_has_a_case() -> None:
-    """Those of transfers are watched by test_moved."""
-    unwatched = {op for op, rule in RULES.items() if rule.factors is not whole} - CASES.keys() - moved.RULES.keys()
+    """Those of fzero's transfers are watched by test_moved."""
+    rules = {op: rule for op, rule in op_info.column("placements").items() if rule.factors is not whole}
+    unwatched = {op for op in rules if op.namespace == "aten"} - CASES.keys() - {*UNTAGGED}
     assert not unwatched, "give these a row in tests/support/shard_cases.py"
 
 
@@ -184,7 +189,7 @@ def test_uniform_numbers_are_drawn_in_parts() -> None:
     whole = torch.ops.fzero.uniform.default(*given)
     for dim in (0, 1):
         for rank, part in enumerate(whole.chunk(2, dim)):
-            assert torch.equal(FORMS["uniform"](None, rank, 2, *given, dim=dim), part)
+            assert torch.equal(forms()["uniform"](None, rank, 2, *given, dim=dim), part)
     node, _ = call(torch.ops.fzero.uniform.default, (torch.zeros(3, 2, dtype=torch.int64), *given[1:]))
     assert [str(s) for s in strategies(node, 2)] == ["R -> R"]  # of several keys
 
@@ -203,15 +208,19 @@ def test_an_op_without_a_rule_says_where_to_add_one() -> None:
     assert caught.value.op is aten.linalg_qr.default
 
 
-def test_a_rule_that_a_user_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Letters of operands and results may be in parts, summed ones give addends; a dim that no operand has is whole."""
+def test_a_rule_that_a_user_gives() -> None:
+    """Letters of operands and results may be in parts, summed ones give addends; a dim that no operand has is whole.
+    It is the column `placements` of the op's row, and a later one holds."""
     op = aten._cdist_forward.default
-    monkeypatch.setitem(GIVEN, op, None)
-    rule(op, "x1:id x2:jd -> ij")
-    node, _ = call(op, (zeros(4, 6), zeros(2, 6), 2.0, None))
-    assert [str(s) for s in strategies(node, 2)] == ["R, R -> R", "S0, R -> S0", "R, S0 -> S1"]
-    rule(op, "x1:id x2:jd -> ab")
-    assert [str(s) for s in strategies(node, 2)] == ["R, R -> R"]
+    with op_rows.restored():
+        rule(op, "x1:id x2:jd -> ij")
+        node, _ = call(op, (zeros(4, 6), zeros(2, 6), 2.0, None))
+        assert [str(s) for s in strategies(node, 2)] == ["R, R -> R", "S0, R -> S0", "R, S0 -> S1"]
+        assert op_info.of(op).placements is rule_of(op)
+        rule(op, "x1:id x2:jd -> ab")
+        assert [str(s) for s in strategies(node, 2)] == ["R, R -> R"]
+    with pytest.raises(Unknown):
+        rule_of(op)
 
 
 def test_local_arguments() -> None:
@@ -229,7 +238,7 @@ def test_every_local_form_is_used() -> None:
     for op in CASES:
         for turn in range(TURNS):
             used |= {s.local for s in strategies(drawn(op, turn)[0], 2)}
-    assert used - {""} == FORMS.keys() - {"uniform"}  # which has a test of its own
+    assert used - {""} == forms().keys() - {"uniform"}  # which has a test of its own
 
 
 # --- broken rules: the brute force fails ------------------------------------------------------------------------------
@@ -261,14 +270,15 @@ BROKEN: dict[str, tuple[Any, tuple[Any, ...], Rule]] = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_rule_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_is_seen(fault: str) -> None:
     op, args, rule = BROKEN[fault]
     own = [torch.randn(6, 6, dtype=torch.float64) if x == 6 else x for x in args]
     node, values = call(op, own)
     right = {str(s): differs(node, values, s, 2, random.Random(0)) for s in strategies(node, 2)}
     assert set(right.values()) == {""}
-    monkeypatch.setitem(RULES, op, rule)
-    assert any(differs(node, values, s, 2, random.Random(0)) for s in strategies(node, 2))
+    with op_rows.restored():
+        op_info.add(op, OpInfo(placements=rule))
+        assert any(differs(node, values, s, 2, random.Random(0)) for s in strategies(node, 2))
 
 
 def test_dims_that_do_not_fit_are_refused_at_once() -> None:
@@ -368,7 +378,7 @@ def check_shapes(node: fx.Node, strategy: Strategy, n: int) -> None:
     args, kwargs = fx.node.map_arg(localised(node, strategy, n), lambda _: next(feed))
     target: Any = node.target
     with next(x.fake_mode for x in [*operands, *Call.of(node).results]):  # type: ignore[attr-defined]
-        own = FORMS[strategy.local](Alone(), 0, n, *args, **kwargs) if strategy.local else target(*args, **kwargs)
+        own = forms()[strategy.local](Alone(), 0, n, *args, **kwargs) if strategy.local else target(*args, **kwargs)
     whole = results(node.meta["val"])
     wanted = [local_shape(x.shape, p, n) for x, p in zip(whole, strategy.outputs, strict=True)]
     found = [tuple(x.shape) for x in results(own)]

@@ -9,7 +9,7 @@ import torch
 from shard_references import REFERENCES
 from torch import Tensor, fx
 
-from fzero.shard.local_forms import FORMS
+from fzero.shard.local_forms import forms
 from fzero.shard.placements import Partial, Placement, join, local_shape, split
 from fzero.shard.rules import Strategy, localised
 
@@ -106,7 +106,7 @@ def on_ranks(node: fx.Node, tensors: list[Tensor], strategy: Strategy, n: int, d
         return fx.node.map_arg((args, kwargs), lambda _: next(feed))
 
     if strategy.local:
-        form = FORMS[strategy.local]
+        form = forms()[strategy.local]
 
         def on_rank(comm: Any, rank: int) -> Any:
             own, options = local(rank)

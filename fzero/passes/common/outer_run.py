@@ -16,18 +16,17 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Op, Ref
-from fzero.ir.traits import BLOCKWISE, WHOLE
 
-SUMS = {torch.ops.aten.sum.default}
 COPY = torch.ops.aten.copy_.default
 SlotKey = tuple[str, int]  # bucket, slot
 
 
 def is_sum(node: fx.Node) -> bool:
     """Whether a node adds a whole tensor up, to a scalar."""
-    return node.target in SUMS or node.target is getattr(torch.ops.fzero.sum_squares, "default", None)
+    return of(node.target).meaning == "sum"
 
 
 def _is_scalar(node: fx.Node) -> bool:
@@ -108,7 +107,7 @@ class OuterRun:
             )  # a leaf that is another's value
             if slot_key is not None and node not in self.outputs and not elsewhere:
                 self.slot_key[node], self.block_size[node] = slot_key, block_size
-                if node.target in WHOLE:
+                if of(node.target).flat_form is not None:
                     self.owned.add(node)
             elif is_sum(node) and self.block_size.get(fx_nodes.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
@@ -170,8 +169,8 @@ class OuterRun:
                 return None
             block_size = self.block_size[source]  # type: ignore[index]
             return self.slot_key[source], block_size[index] if isinstance(block_size, tuple) else block_size  # type: ignore[index]
-        wanted, result_sizes = BLOCKWISE.get(node.target, ((), None))
-        on_leaf = node.target in WHOLE and len(node.all_input_nodes) == 1
+        wanted, result_sizes = of(node.target).blockwise or ((), None)
+        on_leaf = of(node.target).flat_form is not None and len(node.all_input_nodes) == 1
         if not (fx_nodes.is_pointwise(node) or wanted or on_leaf):
             return None
         wide = [a for a in node.all_input_nodes if not _is_scalar(a)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fzero.errors import SpecError
+from fzero.ir import op_info
+from fzero.ir.op_info import OpInfo
 from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dim, Factors, Maker
-from fzero.shard.rules.rule import Rule, Rules
-
-GIVEN: Rules = {}  # by op; only `rule` writes it
+from fzero.shard.rules.rule import Rule
 
 
 def rule(op: Any, text: str, *, summed: str = "") -> None:
@@ -28,6 +28,11 @@ def rule(op: Any, text: str, *, summed: str = "") -> None:
     fzero.errors.SpecError: rule(aten._cdist_forward.default, 'left:id -> i'): the op has no 'left': its arguments are \
 x1, x2, p, compute_mode
     """
+    op_info.add(op, OpInfo(placements=parsed(op, text, summed=summed)))
+
+
+def parsed(op: Any, text: str, *, summed: str = "") -> Rule:
+    """The rule that a text says (see `rule`), for the row of an op: `OpInfo(placements=parsed(op, "x:ij -> ij"))`."""
     schema = getattr(op, "_schema", None)
     left, arrow, right = text.partition("->")
     operands = dict(word.split(":", 1) for word in left.split() if ":" in word)
@@ -61,4 +66,4 @@ x1, x2, p, compute_mode
         outputs = [dims(one, tuple(x.shape)) for one, x in zip(results, call.results, strict=True)]
         return m.factors(dict(inputs), *outputs)
 
-    GIVEN[op] = Rule(factors)
+    return Rule(factors)

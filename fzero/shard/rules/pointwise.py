@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fzero.ir import traits
 from fzero.shard.factors import FREE, SUM, WHOLE, Call, Dims, Factors, Maker, broadcast
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules.rule import Rule, Rules, Strategy
@@ -44,10 +43,8 @@ UNTAGGED: tuple[Any, ...] = (
 _GRADIENTS = ("grad_output", "grad_out", "grad")  # an op named *_backward is linear in it
 
 
-def rule_of(op: Any) -> Rule | None:
-    """The rule of an op that torch tags as pointwise, or that is in `UNTAGGED`; None for others."""
-    if not traits.is_pointwise(op) and op not in UNTAGGED:
-        return None
+def elementwise(op: Any) -> Rule:
+    """The rule of a pointwise op."""
     names = {a.name for a in op._schema.arguments}
     backward = "backward" in str(op)
     return Rule(broadcasted, linear=tuple(name for name in _GRADIENTS if backward and name in names))
@@ -123,13 +120,14 @@ LOSSES: tuple[Any, ...] = (
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_backward.default,
 )  # fmt: skip
 
-BY_NAME = {"fzero.reduce.default": Rule(broadcasted)}  # over the data axes
 RULES: Rules = {
     **{op: Rule(broadcasted, linear) for op, linear in LINEAR.items()},
     **{op: Rule(broadcasted, ("self",), moves=True) for op in MOVES},
     **{op: Rule(broadcasted, more=_of_sums) for op in SHAPE_ONLY},
     **{op: Rule(made, local=sized("size"), more=_unread) for op in NEW},
     **{op: Rule(made, local=sized("size")) for op in FACTORIES},
+    **{op: elementwise(op) for op in UNTAGGED},
+    "fzero.reduce.default": Rule(broadcasted),  # over the data axes
     aten._to_copy.default: Rule(broadcasted, more=_cast),
     aten.masked_fill.Scalar: Rule(broadcasted, more=_zero_filled),
     **{op: Rule(each_or_sum) for op in LOSSES},

@@ -86,10 +86,11 @@ def by_experts_back(call: Call) -> Factors:
     return m.factors({"input": x, "weight": weight, "grad_output": (row, n)}, x, weight)
 
 
-BY_NAME = {
+_OF_TRANSFORMERS: Rules = {
     "transformers.grouped_mm_fallback.default": Rule(by_experts, ("input", "weight")),
     "transformers.grouped_mm_fallback_backward.default": Rule(by_experts_back, ("grad_output",)),
 }
 RULES: Rules = {op: Rule(product(text), linear) for op, (text, linear) in PRODUCTS.items()} | {
+    **_OF_TRANSFORMERS,
     aten._grouped_mm.default: Rule(grouped, ("self", "mat2")),
 }

@@ -80,7 +80,6 @@ def squared(call: Call) -> Factors:
     return m.factors({"x": m.dims(call.shape("x"), SUM)}, ())
 
 
-BY_NAME = {"fzero.sum_squares.default": Rule(squared)}
 RULES: Rules = {
     **{op: Rule(reduced(SUM), ("self",)) for op in SUMS},
     **{op: Rule(reduced(SUM, "mean"), ("self",)) for op in MEANS},
@@ -88,4 +87,5 @@ RULES: Rules = {
     **{op: Rule(reduced(WHOLE)) for op in WITHIN},
     **{op: Rule(along("self")) for op in SCANS},
     aten.cumsum.default: Rule(along("self"), ("self",)),
+    "fzero.sum_squares.default": Rule(squared),
 }

@@ -46,4 +46,4 @@ class Rule:
     more: Callable[[Call, int], Iterable[Strategy]] | None = None
 
 
-Rules = dict[Any, Rule]  # by op
+Rules = dict[Any, Rule]  # by op, or by the name of one that this folder must not import

@@ -13,8 +13,10 @@ from typing import Any
 
 from torch import fx
 
+from fzero._torch_compat import OpOverload
 from fzero.errors import FzeroError
-from fzero.ir import fx_nodes
+from fzero.ir import fx_nodes, op_info
+from fzero.ir.op_info import OpInfo, of
 from fzero.shard.factors import MAX, SUM, WHOLE, Call, Dims, Factors
 from fzero.shard.placements import Partial, Placement, Replicated, Shard
 from fzero.shard.rules import (
@@ -31,17 +33,18 @@ from fzero.shard.rules import (
     views,
     whole,
 )  # fmt: skip
-from fzero.shard.rules.given import GIVEN
-from fzero.shard.rules.rule import Rule, Rules, Strategy
+from fzero.shard.rules.rule import Rule, Strategy
 
-RULES: Rules = {
-    **pointwise.RULES, **products.RULES, **reductions.RULES, **views.RULES, **pieces.RULES, **indexing.RULES,
-    **norms.RULES, **attention.RULES, **images.RULES, **losses.RULES, **moved.RULES,
-    **whole.RULES,
-}  # fmt: skip
-BY_NAME: dict[str, Rule] = {  # ops that this folder must not import
-    **pointwise.BY_NAME, **products.BY_NAME, **reductions.BY_NAME, **whole.BY_NAME,
-}  # fmt: skip
+
+def _default(op: OpOverload, row: OpInfo) -> Rule | None:
+    return Rule(whole.whole) if whole.is_random(op) else pointwise.elementwise(op) if row.pointwise else None
+
+
+for kind in (
+    pointwise, products, reductions, views, pieces, indexing, norms, attention, images, losses, moved, whole,
+):  # fmt: skip
+    op_info.fill("placements", kind.RULES)
+op_info.default("placements", _default)
 
 
 class Unknown(FzeroError, LookupError):
@@ -56,10 +59,7 @@ class Unknown(FzeroError, LookupError):
 
 def rule_of(op: Any) -> Rule:
     """The rule of an op. Raises `Unknown`."""
-    rule = GIVEN.get(op) or RULES.get(op) or BY_NAME.get(str(op))
-    if rule is None and whole.is_random(op):
-        rule = Rule(whole.whole)
-    rule = rule or pointwise.rule_of(op)
+    rule: Rule | None = of(op).placements
     if rule is None:
         raise Unknown(op)
     return rule

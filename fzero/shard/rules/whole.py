@@ -46,7 +46,10 @@ OPS: tuple[Any, ...] = (
     recurrent.FORWARD, recurrent.BACKWARD, scan_op.SCAN,
 )  # fmt: skip
 
-RULES: Rules = {op: Rule(whole) for op in OPS}
 DRAWS = ("random_split", "random_fold_in", "random_fold_in_tensor", "normal", "random_bits")
 UNIFORM = "fzero.uniform.default"
-BY_NAME = {f"fzero.{name}.default": Rule(whole) for name in (*DRAWS, "axis_index")} | {UNIFORM: Rule(drawn)}
+RULES: Rules = {
+    **{op: Rule(whole) for op in OPS},
+    **{f"fzero.{name}.default": Rule(whole) for name in (*DRAWS, "axis_index")},
+    UNIFORM: Rule(drawn),
+}

@@ -1,0 +1,200 @@
+"""op_table: the columns of an op's row (`OpInfo`), and the plain facts of torch's ops.
+
+A row is keyed by the op's name: `aten.sum` for all of its overloads, `aten.sum.dim_IntList` for one; no fact is stated
+by both. What needs more than words (a rule of shardings, a formula of bytes) is filled in by the room that knows it.
+Ask `fzero.ir.op_info.of`, which puts a row together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+Ratios = tuple[tuple[int, ...], tuple[int, ...]]  # per operand, per result: elements of the leaf for one of its own
+Formula = Callable[[fx.Node], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpInfo:
+    """All that is known of an op beyond its schema and torch's tags. What is left out is not known, or is not so.
+
+    What it means:
+
+    pointwise: each element of the result depends on the same element of every full-shaped operand alone. An op that
+        torch tags so needs no row.
+    meaning: "copy": the result has its operand's value. "sum": all elements of one tensor are added up to a scalar.
+    view: the result shares its operand's memory, though the schema does not say so. rename: it *is* the operand.
+    in_place: (its pure form, for each result of the pure form the argument that it goes to).
+    blockwise: its ratios: a block of the results depends on the same block of the operands alone, so the op runs on
+        slices, as an elementwise op does.
+    flat_form: of an op that needs all of a leaf, the op that takes the leaf's elements in 1-D, then the leaf's shape.
+        Of no elements the flat form makes none. whole_form: the other way round.
+    of_shape: the op that makes the same value from a shape, where this one reads the shape of an operand.
+    placements: its `fzero.shard.rules.Rule`. local_forms: functions that a rank may call in its place, by their names.
+    draws: how a captured step draws the same from a key: called with the mode, then the op's arguments.
+
+    How it is traced:
+
+    fake: "kept": the forms of its results follow from those of its operands, and are kept; "kernel": moreover its
+        kernel for meta tensors is its shape rule. Pure ops of aten are kept without saying.
+    traced: its trace, given what is known of values, then its operands. one_dtype: it refuses operands of several
+        dtypes when it runs, but not on fake tensors. keeps_overlap: its result may overlap itself as its operand does.
+    norm_weight: the place of a norm's weight, whose dtype decides that of its statistics.
+
+    How it runs:
+
+    out_form: how its results are written where they belong. "call": torch's `out=` form of it was seen to write there
+        and nothing else, and each call uses it. "program": so does the program's text. The name of another overload:
+        that one, which has a tensor for a Python number. Pointwise ops are "program".
+    special_form: gives the calls that write its result into given memory, where no `out=` form does.
+    overwrites: "elements", "rows": its kernel reads each of them before it writes it, so the result may lie in an
+        operand's memory.
+    exact: it rounds once or not at all, so parts of any size have the bits of the whole.
+    tile_head: of a call that may head a chain of tiles (`fzero.codegen.tiling`), the dim of its result that they cut,
+        and {operand: the dim that is cut with it}; None for another call.
+    fusion: "loop" over elements, which a compiler may fuse; "move": so it is, but it does not count as work; "not on
+        cpu": there torch's kernel is faster. aten's pointwise ops are loops.
+    kernel: the `fzero.kernels.Kernel` that replaces it on CUDA. reads_back: that one waits for values from the device.
+    workspace: bytes that its CPU kernel holds beyond operands and results.
+
+    What it costs: flops: floating-point operations of a call. Without, its time is that of the bytes it moves.
+
+    >>> OpInfo(pointwise=True, flops=len)
+    OpInfo(pointwise=True, flops=len)
+    """
+
+    pointwise: bool = False
+    meaning: Literal["", "copy", "sum"] = ""
+    view: bool = False
+    rename: bool = False
+    in_place: tuple[Any, tuple[int, ...]] | None = None
+    blockwise: Ratios | None = None
+    flat_form: Any = None
+    whole_form: Any = None
+    of_shape: str = ""
+    placements: Any = None
+    local_forms: tuple[Callable[..., Any], ...] = ()
+    draws: Callable[..., Any] | None = None
+    fake: Literal["", "kept", "kernel"] = ""
+    traced: Callable[..., Any] | None = None
+    one_dtype: bool = False
+    keeps_overlap: bool = False
+    norm_weight: int | None = None
+    out_form: str = ""
+    special_form: Callable[..., Any] | None = None
+    overwrites: Literal["", "elements", "rows"] = ""
+    exact: bool = False
+    tile_head: Callable[[fx.Node], tuple[int, Mapping[int, int]] | None] | None = None
+    fusion: Literal["", "loop", "move", "not on cpu"] = ""
+    kernel: Any = None
+    reads_back: bool = False
+    workspace: Formula | None = None
+    flops: Formula | None = None
+
+    def stated(self) -> dict[str, Any]:
+        """The facts of the row, by column, without those that are left out."""
+        own = ((f.name, f.default, getattr(self, f.name)) for f in fields(self))
+        return {name: value for name, default, value in own if value is not default and value != default}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:13} {_text(value)}" for name, value in self.stated().items())
+
+    def __repr__(self) -> str:
+        return f"OpInfo({', '.join(f'{name}={_text(value)}' for name, value in self.stated().items())})"
+
+
+def _text(value: Any) -> str:
+    """A fact in words: of a function its name, without its address."""
+    if is_dataclass(value) and not isinstance(value, type):
+        facts = [(f.name, f.default, getattr(value, f.name)) for f in fields(value)]
+        return f"{type(value).__name__}({', '.join(f'{k}={_text(x)}' for k, d, x in facts if x != d)})"
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return f"({', '.join(map(_text, value))})"
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    return f"{module}.{name}".removeprefix("builtins.").replace(".<locals>", "") if module and name else str(value)
+
+
+def rows(names: str, row: OpInfo, of: str = "aten") -> dict[str, OpInfo]:
+    """The same row for several ops of a library."""
+    return {f"{of}.{name}": row for name in names.split()}
+
+
+ROWS: dict[str, OpInfo] = {
+    # elementwise
+    **rows("abs add div mul neg sqrt sub where threshold_backward", OpInfo(overwrites="elements", exact=True)),
+    **rows(
+        "clamp_max clamp_min exp log maximum minimum pow reciprocal relu rsqrt sigmoid sigmoid_backward silu square "
+        "silu_backward tanh tanh_backward",
+        OpInfo(overwrites="elements"),
+    ),
+    **rows("gelu gelu_backward", OpInfo(overwrites="elements", fusion="not on cpu")),
+    **rows("erf erfc special_erf special_erfc", OpInfo(fusion="not on cpu")),
+    "aten.add.Scalar": OpInfo(out_form="aten.add.out"),
+    "aten.sub.Scalar": OpInfo(out_form="aten.sub.out"),
+    "aten.mul.Scalar": OpInfo(out_form="aten.mul.out"),
+    "aten.div.Scalar": OpInfo(out_form="aten.div.out"),
+    **rows(  # that write into `out=`, of ops that torch does tag
+        "clip.Tensor_out elu.out gelu.out hardshrink.out hardsigmoid.out hardtanh.out leaky_relu.out mish.out "
+        "softplus.out softshrink.out threshold.out true_divide.out where.self_out",
+        OpInfo(pointwise=True),
+    ),
+    # copies, and values that are made
+    "aten.clone": OpInfo(pointwise=True, meaning="copy", fusion="move"),
+    "aten._to_copy": OpInfo(pointwise=True, fusion="move"),
+    "aten.copy_": OpInfo(fusion="move"),
+    "aten.lift_fresh_copy": OpInfo(meaning="copy"),
+    "aten.zeros_like": OpInfo(pointwise=True, of_shape="aten.zeros.default", fusion="move"),
+    "aten.ones_like": OpInfo(pointwise=True, of_shape="aten.ones.default", fusion="move"),
+    "aten.full_like": OpInfo(pointwise=True, of_shape="aten.full.default", fusion="move"),
+    "aten.empty_like": OpInfo(pointwise=True, of_shape="aten.empty.memory_format"),
+    **rows("full zeros ones", OpInfo(fusion="move")),
+    **rows("arange scalar_tensor", OpInfo(fusion="loop")),
+    # views
+    "aten.detach": OpInfo(meaning="copy", rename=True, fake="kernel"),
+    "aten.alias": OpInfo(meaning="copy", rename=True),
+    "aten.lift_fresh": OpInfo(meaning="copy", rename=True, view=True),
+    "aten._unsafe_view": OpInfo(view=True, fake="kernel"),
+    **rows("unsafe_split.Tensor unsafe_split_with_sizes", OpInfo(view=True)),
+    **rows(
+        "permute select.int slice.Tensor split.Tensor t transpose.int unbind.int unsqueeze view.default",
+        OpInfo(fake="kernel"),
+    ),
+    # products
+    **rows("mm addmm", OpInfo(out_form="program", fake="kernel", one_dtype=True)),
+    "aten.bmm": OpInfo(out_form="program", fake="kernel"),
+    "aten.baddbmm": OpInfo(out_form="call"),
+    **rows("onednn_mm onednn_addmm onednn_bmm onednn_baddbmm", OpInfo(out_form="program"), "fzero"),
+    **rows("mv addmv convolution", OpInfo(one_dtype=True)),
+    # reductions and norms
+    "aten.sum": OpInfo(fusion="loop"),
+    "aten.sum.default": OpInfo(meaning="sum", out_form="call"),
+    "aten.sum.dim_IntList": OpInfo(out_form="program"),
+    **rows("all amax amin any mean", OpInfo(fusion="loop", out_form="call")),
+    **rows("argmax argmin cumsum", OpInfo(out_form="call")),
+    **rows("prod var var_mean logsumexp linalg_vector_norm", OpInfo(fusion="loop")),
+    **rows(
+        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
+        OpInfo(fusion="loop", out_form="call", overwrites="rows"),
+    ),
+    "aten.native_layer_norm": OpInfo(fusion="loop", norm_weight=2),
+    **rows("native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward", OpInfo(fusion="loop")),
+    **rows(
+        "native_group_norm native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit_functional",
+        OpInfo(norm_weight=1),
+    ),
+    "fzero.reduce": OpInfo(fake="kept"),
+    "fzero.sum_squares": OpInfo(fake="kept", meaning="sum"),
+    # pieces, indices, losses
+    **rows("cat stack tril triu", OpInfo(fusion="loop", out_form="call")),
+    **rows("slice_backward select_backward constant_pad_nd embedding", OpInfo(fusion="loop")),
+    **rows("gather index index_select max_pool2d_with_indices", OpInfo(out_form="call")),
+    **rows("as_strided_scatter diagonal_scatter select_scatter slice_scatter", OpInfo(keeps_overlap=True)),
+    **rows("nll_loss_forward nll_loss_backward", OpInfo(fusion="loop", out_form="call")),
+    # layers
+    **rows("recurrent recurrent_backward", OpInfo(fake="kept", out_form="call"), "fzero"),
+    # their kernels on CUDA copy the lengths to the host, whatever the tags say (2.11.0, 2.13.0)
+    **dict.fromkeys(("fzero.ctc_loss", "aten._ctc_loss_backward.Tensor"), OpInfo(reads_back=True)),
+}
