@@ -31,7 +31,6 @@ from fzero.errors import SpecError
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
 from fzero.passes import BEFORE_ROLES, TILE_BYTES, UNTIL_PREFETCH, Options, PassRecord, optimise
-from fzero.passes.pipeline.assign_roles import LENT
 from fzero.passes.pipeline.by_role import by_role
 from fzero.passes.prefetch import prefetch
 from fzero.pipeline import Schedule
@@ -213,13 +212,14 @@ def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) ->
 
 def _lent(programs: Mapping[int, Program]) -> str:
     """What roles are sent of leaves that others keep, as text; "" if nothing."""
-    lent = {b.name: b.nbytes for p in programs.values() for b in p.buffers.values() if LENT in b.name}
+    lent = {b.name: b for p in programs.values() for b in p.buffers.values() if b.lent is not None}
     if not lent:
         return ""
-    names = sorted({name.partition(LENT)[0] for name in lent})
+    names = sorted({str(b.lent) for b in lent.values()})
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    nbytes = sum(b.nbytes for b in lent.values())
     return (
-        f"pipeline: {sum(lent.values()):,} bytes of leaves are sent each step to a role that uses and does not keep "
+        f"pipeline: {nbytes:,} bytes of leaves are sent each step to a role that uses and does not keep "
         f"them ({shown}). So is a tied leaf; layers that run in another order than their numbers send it too"
     )
 

@@ -81,10 +81,9 @@ def _zero(program: Program) -> dict[str, int]:
     """2 + 2 + 12 bytes for every element of a trainable leaf, each whole or a part by its bucket's stage."""
     count = {"params": 0, "gradients": 0, "optimizer": 0}
     for slot_key in program.trainable:
-        bucket_name, _, index = slot_key.rpartition(":")
-        bucket = program.buckets[bucket_name]
+        bucket = program.buckets[slot_key.bucket]
         n = program.mesh.size(bucket.axis)
-        slot = bucket.slots[int(index)]
+        slot = bucket.slots[slot_key.slot]
         size = slot.stop - slot.start
         scattered = bucket.updates_slices and bucket.reduce_when == "produced"
         count["params"] += 2 * (size if bucket.keeps_gathered else size // n)

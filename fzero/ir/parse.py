@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
-from fzero.ir.program import HEADER, TRANSPORTS, Program
-from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Op, Ref, Slot
+from fzero.ir.program import HEADER, TRANSPORTS, Level, Program
+from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Op, Ref, Slot, SlotKey, StepPhase
 
 
 def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
@@ -50,8 +50,13 @@ def _parse_line(line: str, fields: dict[str, Any]) -> None:
         fields["meaning"] = "" if rest[0] == "-" else rest[0]
     elif head in ("gather_cap_bytes", "microbatches"):
         fields[head] = int(rest[0])
-    elif head in ("passes", "trainable"):
-        fields[head] = () if rest == ["-"] else tuple(rest)
+    elif head == "passes":
+        fields["passes"] = () if rest == ["-"] else tuple(rest)
+    elif head == "level":
+        fields["level"] = Level[rest[0].upper()]
+    elif head == "trainable":
+        pairs = [] if rest == ["-"] else [word.rpartition(":") for word in rest]
+        fields["trainable"] = tuple(SlotKey(bucket, int(slot)) for bucket, _, slot in pairs)
     elif head == "bucket":
         fields["buckets"][rest[0]] = _parse_bucket(rest)
     elif head == "buffer":
@@ -64,15 +69,17 @@ def _parse_line(line: str, fields: dict[str, Any]) -> None:
 
 def _parse_bucket(words: list[str]) -> Bucket:
     name, *rest = words
-    facts = dict(word.split("=") for word in rest if "[" not in word)
+    facts = dict(word.split("=") for word in rest if "[" not in word and word != "numbered")
     places = [_ref(word) for word in rest if "[" in word]
     slots = tuple(Slot(_unquoted(r.name), r.start or 0, r.stop or 0, r.shape or ()) for r in places)
     whether = {"slices": True, "whole": False, "kept": True, "dropped": False}
     updates, kept = whether[facts["updates"]], whether[facts["gathered"]]
     role = int(facts["role"]) if "role" in facts else None
+    layer, numbered = _unquoted(facts.get("layer", "%")), "numbered" in rest
     return Bucket(
-        name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"], role, facts.get("copy")
-    )
+        name, int(facts["length"]), slots, facts["axis"], updates, kept, facts["reduced"], role, facts.get("copy"),
+        layer, numbered,
+    )  # fmt: skip
 
 
 def _parse_buffer(words: list[str], note: str) -> Buffer:
@@ -81,7 +88,7 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     if match is None:
         raise ValueError(f"{form!r} is no dtype[shape]")
     options = dict(word.split("=") for word in extra if word != "per_rank")
-    if unknown := options.keys() - {"bucket", "sharded", "at", "per", "space", "tile"}:
+    if unknown := options.keys() - {"bucket", "sharded", "at", "per", "space", "tile", "entry", "axis", "lent"}:
         raise ValueError(f"a buffer has no {min(unknown)!r}")
     shape = _shape(match[2])
     offset = int(options["at"]) if "at" in options else None
@@ -89,7 +96,10 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     bucket, sharded = options.get("bucket"), options.get("sharded")
     per_rank, space = "per_rank" in extra, options.get("space", DEVICE)
     tile = _tile(options["tile"]) if "tile" in options else None
-    return Buffer(name, DTYPES[match[1]], shape, kind, bucket, sharded, offset, note, block_size, per_rank, space, tile)
+    return Buffer(
+        name, DTYPES[match[1]], shape, kind, bucket, sharded, offset, note, block_size, per_rank, space, tile,
+        _unquoted(options.get("entry", "%")), options.get("axis"), options.get("lent"),
+    )  # fmt: skip
 
 
 def _parse_op(words: list[str], comment: str) -> Op:
@@ -103,7 +113,7 @@ def _parse_op(words: list[str], comment: str) -> Op:
         elif "=" in word:
             key, _, value = word.partition("=")
             number = re.fullmatch(r"-?\d+", value) and key != "segment"  # a hash may be all digits
-            attrs[key] = int(value) if number else value
+            attrs[key] = StepPhase(value) if key == "phase" else int(value) if number else value
         else:
             refs[side].append(_ref(word))
     axis = attrs.pop("axis", None)

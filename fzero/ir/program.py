@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 from urllib.parse import quote
@@ -33,12 +34,28 @@ from fzero.ir.records import (
     Buffer,
     Op,
     Ref,
+    SlotKey,
     shape_text,
     tile_text,
 )
 
-HEADER = "fzero program 2"
+HEADER = "fzero program 3"
 TRANSPORTS = tuple(name for known in backend.BACKENDS.values() for name in known.transports)
+
+
+class Level(IntEnum):
+    """How much of a program is final. A level holds what those before it hold; a pass says which it reaches.
+
+    NAIVE: nothing. CAPPED: gathers start where they stay, and `gather_cap_bytes` bounds what they hold at once. FREED:
+    what the step makes is freed after its last use. SIZED: each segment's workspace is known. PLACED: buffers and
+    workspaces have their places in the arenas.
+    """
+
+    NAIVE = 0
+    CAPPED = 1
+    FREED = 2
+    SIZED = 3
+    PLACED = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,8 @@ class Program:
 
     metrics: by a metric's name, the buffer that holds it at the end.
     meaning: the digest of what the captured step computes; verify recomputes it from the ops.
-    trainable: the slots ("bucket:index") that the step must reduce and update once.
+    trainable: the slots that the step must reduce and update once.
+    passes: the names of the passes that made it, for who reads it. level: what they made final, for what asks.
     role: which role of a pipeline it is for, the coordinate on the mesh axis `pp`. None: there is no pipeline.
     transport: how bytes move between ranks: "p2p" (messages), "shared" (one memory) or "nccl".
     segments: by hash, the `torch.fx.GraphModule`s. They take no part in equality: the hash in the op does.
@@ -61,8 +79,9 @@ class Program:
     meaning: str = ""
     gather_cap_bytes: int = 0
     microbatches: int = 1
-    trainable: tuple[str, ...] = ()
+    trainable: tuple[SlotKey, ...] = ()
     passes: tuple[str, ...] = ()
+    level: Level = Level.NAIVE
     transport: str = "p2p"
     role: int | None = None
     segments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -180,13 +199,15 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     lines.append(f"gather_cap_bytes {program.gather_cap_bytes}")
     lines.append(f"microbatches {program.microbatches}")
     lines.append("passes " + (" ".join(program.passes) or "-"))
-    lines.append("trainable " + (" ".join(program.trainable) or "-"))
+    lines.append(f"level {program.level.name.lower()}")
+    lines.append("trainable " + (" ".join(map(str, program.trainable)) or "-"))
     for bucket in program.buckets.values():
         slots = " ".join(f"{_quote(s.path)}[{s.start}:{s.stop}:{shape_text(s.shape)}]" for s in bucket.slots)
         facts = f"axis={bucket.axis} updates={'slices' if bucket.updates_slices else 'whole'} "
         facts += f"gathered={'kept' if bucket.keeps_gathered else 'dropped'} reduced={bucket.reduce_when}"
         facts += "" if bucket.role is None else f" role={bucket.role}"
         facts += "" if bucket.copy is None else f" copy={bucket.copy}"
+        facts += (f" layer={_quote(bucket.layer)}" if bucket.layer else "") + " numbered" * bucket.numbered
         lines.append(f"bucket {bucket.name} length={bucket.length} {facts} {slots}")
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""
@@ -195,6 +216,8 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         extra += f" at={b.at}" if b.at is not None else ""
         extra += f" space={b.space}" if b.space != DEVICE else ""
         extra += f" tile={tile_text(b.tile)}" if b.tile is not None else ""
+        extra += f" entry={_quote(b.entry)}" if b.entry else ""
+        extra += (f" axis={b.axis}" if b.axis else "") + (f" lent={b.lent}" if b.lent else "")
         extra += f"  # {b.note}" if b.note else ""
         lines.append(f"buffer {b.name} {DTYPE_NAMES[b.dtype]}[{shape_text(b.shape)}] {b.kind}{extra}")
     for name, buffer in program.metrics.items():

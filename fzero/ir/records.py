@@ -18,8 +18,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,6 +69,16 @@ class Slot:
     shape: tuple[int, ...]
 
 
+class SlotKey(NamedTuple):
+    """A slot of a bucket, by the bucket's name and the slot's place among its slots. In a text: `bucket:slot`."""
+
+    bucket: str
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.bucket}:{self.slot}"
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The geometry that a parameter, its gradient and its moments share.
@@ -79,6 +90,8 @@ class Bucket:
     reduce_when: when its gradient is reduced: as soon as it is "produced", or at the "end" of the backward.
     role: the role of a pipeline that keeps it. None: every rank does.
     copy: the axis of a second, smaller gathered copy that a step keeps between a parameter's uses. None: none is kept.
+    layer: the layer of the model whose leaves it holds; "": that of its own name. Several buckets may share a layer.
+    numbered: whether that is one of a row of layers, as `blocks.3` is.
     """
 
     name: str
@@ -90,6 +103,8 @@ class Bucket:
     reduce_when: str = "produced"
     role: int | None = None
     copy: str | None = None
+    layer: str = ""
+    numbered: bool = False
 
     def end(self, index: int) -> int:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""
@@ -139,6 +154,9 @@ class Buffer:
     per: elements of the bucket for each of its own. per_rank: every rank keeps a leaf of its own.
     space: "device", "host" or "disk". There `at` is a byte of the rank's file, and what is held has one too.
     tile: (i, size) where it is only the i-th stretch of so many elements of what the rank has; the last may be shorter.
+    entry: of a column of the state, and of its copies in a step, the entry of the state that has its leaves.
+    axis: of kind "rank", the axis along which it is this rank's place.
+    lent: of a copy of leaves for a role of a pipeline that does not keep them, the buffer that they are of.
     """
 
     name: str
@@ -153,6 +171,9 @@ class Buffer:
     per_rank: bool = False
     space: str = DEVICE
     tile: tuple[int, int] | None = None
+    entry: str = ""
+    axis: str | None = None
+    lent: str | None = None
 
     @property
     def numel(self) -> int:
@@ -196,6 +217,22 @@ class Ref:
         if alike and self.tile != other.tile:
             return False  # two tiles of one cut
         return self.start < (other.stop or 0) and other.start < (self.stop or 0)
+
+
+class StepPhase(StrEnum):
+    """Which part of a step an op is of.
+
+    Of a `value_and_grad`, a *region*, there are four. `FORWARD`, `BACKWARD`: the work of one alone. `RECOMPUTE`: work
+    of the forward that is done again in the backward. `REGION`: both forward and backward, as in a region that is not
+    cut yet, or where they meet in one segment. `OUTER`: the user's step outside of its regions, as an update of leaves.
+    What fzero adds has no phase: sums over microbatches, reductions, gathers, moves.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    REGION = "region"
+    OUTER = "outer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,11 +367,9 @@ class Op:
         return bool(self.get("flat"))
 
     @property
-    def phase(self) -> str | None:
-        """Of a run: "outer" in the rest of the step; in a `value_and_grad` "forward", "backward", "recompute" for
-        forward work that is done again in the backward, and "region" where it holds forward and backward. Of a transfer
-        of values that lie in parts: "forward", "backward" or "recompute"."""
-        return self.get("phase")
+    def phase(self) -> StepPhase | None:
+        """The part of the step that a run is of, or a transfer within a region; None of any other op."""
+        return None if (phase := self.get("phase")) is None else StepPhase(phase)
 
     @property
     def in_region(self) -> bool:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from torch import fx
 
 from fzero.ir import fx_nodes, segments
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
 
 
@@ -23,8 +23,10 @@ def finish(
     ops: Iterable[Op],
     buffers: Mapping[str, Buffer] | None = None,
     new_segments: Mapping[str, fx.GraphModule] | None = None,
+    level: Level = Level.NAIVE,
 ) -> Program:
-    """The program with these ops, without the buffers and segments that no op names any more, `name` noted as run."""
+    """The program with these ops, without the buffers and segments that no op names any more, `name` noted as run.
+    level: that the pass reaches, if it makes anything final."""
     ops = tuple(ops)
     named = {ref.name for op in ops for ref in (*op.reads, *op.writes)} | set(program.metrics.values())
     every = program.buffers if buffers is None else buffers
@@ -37,6 +39,7 @@ def finish(
         buffers=kept,
         segments={key: gm for key, gm in pool.items() if key in used},
         passes=(*program.passes, name),
+        level=max(program.level, level),
     )
 
 

@@ -25,7 +25,7 @@ from fzero.capture.step_ops import AXIS_INDEX, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import within
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref
+from fzero.ir.records import Buffer, Ref, SlotKey, StepPhase
 from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan
@@ -47,7 +47,7 @@ def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2
         ops=tuple(to.ops),
         metrics=builder.metrics,
         microbatches=max((region.microbatches for region in graph.regions), default=1),
-        trainable=tuple(sorted(builder.trainable)),
+        trainable=tuple(sorted(builder.trainable, key=str)),
         passes=("lower",),
         transport=transport,
         segments=to.segments,
@@ -62,7 +62,7 @@ class _Builder:
     graph: Graph
     reduce: str
     metrics: dict[str, str] = field(default_factory=dict)
-    trainable: set[str] = field(default_factory=set)
+    trainable: set[SlotKey] = field(default_factory=set)
 
     def run(self) -> None:
         """Writes the whole program: levels of the outer graph in turn, then the updates of the state."""
@@ -90,9 +90,8 @@ class _Builder:
                     self._comm(node)
         self._updates()
         changed = [self.to.plan.leaves[i] for i in self.new_leaf.values()]
-        self.trainable &= {
-            f"{self.to.buffers[x.buffer].bucket}:{x.slot}" for x in changed
-        }  # a step may leave some alone
+        kept = {SlotKey(self.to.buffers[x.buffer].bucket or "", x.slot) for x in changed if x.slot is not None}
+        self.trainable &= kept  # a step may leave some alone
         for name, node in zip(self.graph.metric_names, results[num:], strict=True):
             ref = self.to.where[node]
             self.metrics[name] = ref.name
@@ -141,7 +140,9 @@ class _Builder:
             source = self.to.buffers[column]
             bucket = self.to.plan.buckets[source.bucket or ""]
             shape = (bucket.length // source.per,)
-            self.to.buffers[name] = Buffer(name, source.dtype, shape, "gathered", bucket.name, per=source.per)
+            self.to.buffers[name] = Buffer(
+                name, source.dtype, shape, "gathered", bucket.name, per=source.per, entry=source.entry
+            )
             why = f"whole {bucket.name}"
             self.to.emit("all_gather", [Ref(column)], [Ref(name)], axis=source.sharded, why=why)
             self.to.emit("wait", [Ref(name)], why=why)
@@ -149,7 +150,7 @@ class _Builder:
 
     def _rank(self, axis: str) -> Ref:
         name = f"rank:{axis}"
-        self.to.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place")
+        self.to.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place", axis=axis)
         return Ref(name)
 
     def _outer(self, nodes: list[fx.Node], level: int) -> None:
@@ -173,14 +174,17 @@ class _Builder:
             if new not in self.to.buffers:
                 old = self.to.buffers[leaf.buffer]
                 shape = (self.to.plan.buckets[old.bucket].length // old.per,) if old.bucket else old.shape
-                self.to.buffers[new] = Buffer(new, old.dtype, shape, "scratch", old.bucket, per=old.per)
+                self.to.buffers[new] = Buffer(
+                    new, old.dtype, shape, "scratch", old.bucket, per=old.per, entry=old.entry
+                )
             refs.append(Ref(new, ref.start, ref.stop, ref.shape))
         gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
         outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in outputs]
         self.to.where.update(zip(outputs, outs, strict=True))
         reads = [self.to.where[n] for n in inputs]
         lines = _unique(n.meta["source"] for n in nodes if n.meta.get("source"))
-        self.to.segment("run", gm, reads, [*outs, *refs], why=f"outer {' '.join(lines[:3])}".strip(), phase="outer")
+        why = f"outer {' '.join(lines[:3])}".strip()
+        self.to.segment("run", gm, reads, [*outs, *refs], why=why, phase=StepPhase.OUTER)
 
     def _comm(self, node: fx.Node) -> None:
         """Emits a region, or a reduction of the outer graph."""

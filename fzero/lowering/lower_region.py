@@ -15,7 +15,7 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.capture.step_ops import REDUCE
 from fzero.ir import fx_nodes, kinds, segments
-from fzero.ir.records import DTYPE_NAMES, Buffer, Ref
+from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey, StepPhase
 from fzero.lowering.emit import Emitter, line_of
 
 
@@ -28,8 +28,8 @@ class RegionBuilder:
     leaf_nodes: Sequence[fx.Node]
     reduce: str
 
-    def run(self, node: fx.Node) -> set[str]:
-        """Emits the region; returns the slots that got a gradient, as "bucket:slot"."""
+    def run(self, node: fx.Node) -> set[SlotKey]:
+        """Emits the region; returns the slots that got a gradient."""
         b = self.to
         index = int(str(node.args[1]))
         region: Region = self.graph.regions[index]
@@ -58,20 +58,20 @@ class RegionBuilder:
             outs = [b.new(f"{self.name}.out{i}.{m}", region.values[i], "activation") for i in fresh_of]
             into = [self._grad_ref(i, m) for i in dest_of]
             why = f"loss and gradients {region.source}"
-            b.segment("run", gm, reads, [*outs, *into], why=why, phase="region", region=self.name, microbatch=m)
+            b.segment("run", gm, reads, [*outs, *into], why=why, phase=StepPhase.REGION, region=self.name, microbatch=m)
             for i, ref in zip([*fresh_of, *dest_of], [*outs, *into], strict=True):
                 parts[i].append(ref)
             self._buckets(m)
         for i, refs in parts.items():
             if i not in self.place:
                 self._plain(i, refs)
-        return {f"{bucket}:{slot}" for bucket, slot in self.place.values()}
+        return set(self.place.values())
 
-    def _places(self, inputs: Sequence[fx.Node]) -> dict[int, tuple[str, int]]:
-        """By output, the (bucket, slot) of the flat leaf whose gradient it is. Of several for one place, the first."""
+    def _places(self, inputs: Sequence[fx.Node]) -> dict[int, SlotKey]:
+        """By output, the slot of the flat leaf whose gradient it is. Of several for one place, the first."""
         plan = self.to.plan
         place_of = {
-            node: (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+            node: SlotKey(plan.buffers[leaf.buffer].bucket or "", leaf.slot)
             for node, leaf in zip(self.leaf_nodes, plan.leaves, strict=True)
             if leaf.slot is not None
         }

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fzero.ir import rewrite
 from fzero.ir.liveness import intervals
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES, pack
-from fzero.ir.program import Program, lane
+from fzero.ir.program import Level, Program, lane
 from fzero.ir.records import DEVICE, DISK, HOST
 
 
@@ -36,4 +36,4 @@ def assign_memory(program: Program) -> Program:
         offset_of.update(zip([*names, *runs], places, strict=True))
     ops = [op.with_attrs(at=offset_of[i]) if i in offset_of else op for i, op in enumerate(program.ops)]
     buffers = {name: replace(b, at=offset_of.get(name, b.at)) for name, b in program.buffers.items()}
-    return rewrite.finish(program, "assign_memory", ops=ops, buffers=buffers)
+    return rewrite.finish(program, "assign_memory", ops=ops, buffers=buffers, level=Level.PLACED)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 
 from fzero.ir import rewrite
 from fzero.ir.liveness import last_uses
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import HOST, PERSISTENT, Op, Ref, make_op
 
 
@@ -33,4 +33,4 @@ def free(program: Program, linger: int = 0) -> Program:
         ops.append(op)
         if index in dying:
             ops.append(make_op("free", [Ref(name) for name in sorted(dying[index])], why="last use"))
-    return rewrite.finish(program, "free", ops=ops)
+    return rewrite.finish(program, "free", ops=ops, level=Level.FREED)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from fzero.errors import SpecError
 from fzero.ir import rewrite
 from fzero.ir.liveness import gathered_bytes
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import Op
 
 
@@ -43,7 +43,7 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int
         higher = [level + _size(program, ops[to]) for level in levels[to:index]]
         levels[to : index + 1] = [*higher[:1], *higher] or levels[index : index + 1]
     peak = max(gathered_bytes(ops, program.buffers), default=0)
-    done = rewrite.finish(program, "prefetch", ops=ops)
+    done = rewrite.finish(program, "prefetch", ops=ops, level=Level.CAPPED)
     return replace(done, gather_cap_bytes=cap if cap is not None else peak)
 
 

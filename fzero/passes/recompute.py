@@ -29,7 +29,7 @@ from torch import fx
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import Op, Ref, StepPhase
 
 Rules = Mapping[str, str]
 
@@ -43,7 +43,7 @@ def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()
         op = program.ops[index]
         if again.full[index]:
             again.run(index, op)
-        elif op.transfers and op.phase == "forward" and program.buffers[op.target].kind == "activation":
+        elif op.transfers and op.phase is StepPhase.FORWARD and program.buffers[op.target].kind == "activation":
             again.transfer(index, op)
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
@@ -69,8 +69,8 @@ class _Again:
         self.buffers = dict(program.buffers)
         self.readers = rewrite.reads_of(program.ops)
         self.writers = {ref.name: i for i, op in enumerate(program.ops) for ref in op.writes}
-        self.backward = [op.in_region and op.phase == "backward" for op in program.ops]
-        self.full = [op.in_region and op.phase == "forward" and under[i] for i, op in enumerate(program.ops)]
+        self.backward = [op.in_region and op.phase is StepPhase.BACKWARD for op in program.ops]
+        self.full = [op.in_region and op.phase is StepPhase.FORWARD and under[i] for i, op in enumerate(program.ops)]
         self.renames: dict[str, str] = {}
         self.wanted: set[str] = set()
         self.before: dict[int, list[Op]] = {}
@@ -152,7 +152,7 @@ class _Again:
 
     def _repeat(self, ops: list[Op], results: Sequence[Ref]) -> None:
         """Puts repeated ops before the first use of a result of theirs after the forward."""
-        ops = [op if op.is_wait else op.with_attrs(phase="recompute") for op in ops]
+        ops = [op if op.is_wait else op.with_attrs(phase=StepPhase.RECOMPUTE) for op in ops]
         first = min(i for ref in results for i, _ in self.late[ref.name])
         self.before[first] = [*ops, *self.before.get(first, [])]
         for ref in ops[0].reads:
@@ -187,7 +187,7 @@ def _leaves(program: Program, ref: Ref) -> list[tuple[str, ...]]:
     bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
     if bucket is None:
         return []
-    prefix = ref.name.partition(":")[0] if ":" in ref.name else ""  # of the column: the entry of the state
+    entry = program.buffers[ref.name].entry
     slots = range(len(bucket.slots)) if ref.start is None else bucket.inside(ref.start, ref.stop or 0)
     inside = [bucket.slots[n].path for n in slots]
-    return [(path, f"{prefix}/{path}") if prefix else (path,) for path in inside]
+    return [(path, f"{entry}/{path}") if entry else (path,) for path in inside]

@@ -24,7 +24,7 @@ from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.ir.records import Buffer, Op, Ref, StepPhase, make_op
 from fzero.passes.pipeline.chunks import node_chunks, root
 from fzero.passes.rematerialise_views import MadeAnew, again
 from fzero.plan.fill_buckets import SMALL_BYTES
@@ -64,7 +64,7 @@ class _Piece:
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     dests: list[fx.Node]  # placeholders of the region that are written
-    phase: str
+    phase: StepPhase
     why: str
     chunk: int | None
 
@@ -261,8 +261,8 @@ def _uses(
 def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]) -> dict[str, str]:
     """The unit of every bucket. A numbered layer is its own unit. A layer without a number joins another one that is in
     use wherever it is, if both together take no more memory than a layer, or if it adds little."""
-    layer = {name: name.split("~")[0] for name in program.buckets}
-    numbered = {name for name, own in layer.items() if any(part.isdigit() for part in own.split("."))}
+    layer = {name: bucket.layer or name for name, bucket in program.buckets.items()}
+    numbered = {name for name, bucket in program.buckets.items() if bucket.numbered}
     epochs: dict[str, set[int]] = {}
     epoch, last = 0, ""
     for node in nodes:
@@ -329,18 +329,18 @@ def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> li
         piece = segments.merge_equal(piece)
         phase = _phase([n for n in group if not made_anew(n)])
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
-        shown = "forward and backward" if phase == "region" else phase
+        shown = "forward and backward" if phase is StepPhase.REGION else phase
         why = " ".join(filter(None, [shown, *sorted(units), f"({line})" if line else ""]))
         pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], phase, why, chunk))
     return pieces
 
 
-def _phase(nodes: list[fx.Node]) -> str:
-    """The phase of a segment's work; "region" where it holds forward and backward. Casts and copies count only where
-    there is nothing else. A segment that only brings gradients to their places is of the backward."""
+def _phase(nodes: list[fx.Node]) -> StepPhase:
+    """The phase of a segment's work. Casts and copies count only where there is nothing else. A segment that only
+    brings gradients to their places is of the backward."""
     work = [n for n in nodes if n.target not in ANYWHERE] or nodes
-    phases = {n.meta.get("phase") or "forward" for n in work} or {"backward"}
-    return "region" if len(phases) > 1 else str(phases.pop())
+    phases = {StepPhase(n.meta.get("phase") or "forward") for n in work} or {StepPhase.BACKWARD}
+    return StepPhase.REGION if len(phases) > 1 else phases.pop()
 
 
 def _moved(node: fx.Node, chunk: int | None) -> _Piece:

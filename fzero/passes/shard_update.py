@@ -17,6 +17,7 @@ gathered after their update. With the state sharded, each rank updates P/N eleme
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,9 +27,9 @@ from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
+from fzero.ir.records import Buffer, Op, Ref, StepPhase, buffer_name, make_op
 from fzero.passes.common.leafwise import LeafCall, leafwise
-from fzero.passes.common.outer_run import OuterRun, SlotKey
+from fzero.passes.common.outer_run import OuterRun
 from fzero.plan.whole_leaves import is_whole
 
 
@@ -36,10 +37,11 @@ def shard_update(program: Program) -> Program:
     """The program with elementwise work of the step on slices of buckets instead of full tensors."""
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
+    kept_in = {op.reads[0].name: op.writes[0].name for op in program.ops if op.is_update}
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
-        if op.is_run and op.phase == "outer":
-            ops += _Outer(OuterRun(program, op, buffers), index, pool).rewritten()
+        if op.is_run and op.phase is StepPhase.OUTER:
+            ops += _Outer(OuterRun(program, op, buffers), index, pool, kept_in).rewritten()
         else:
             ops.append(op)
     ops = _without_unread(ops)
@@ -67,11 +69,12 @@ def _without_unread(ops: list[Op]) -> list[Op]:
 @dataclass
 class _Outer:
     """One outer run on full tensors, being rewritten. `pool` and the run's buffers receive the new segments and
-    buffers."""
+    buffers. kept_in: by column of new leaves, the column of the state that an update keeps them in."""
 
     run: OuterRun
     index: int
     pool: dict[str, fx.GraphModule]
+    kept_in: Mapping[str, str]
     ops: list[Op] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)  # made here
@@ -156,26 +159,26 @@ class _Outer:
 
     def _flat(self, nodes: list[fx.Node], level: int) -> None:
         """Emits flat nodes: one run for each range of neighbouring leaves whose chains are equal."""
-        by_slot: dict[SlotKey, list[fx.Node]] = {}
+        by_slot: dict[str, dict[int, list[fx.Node]]] = {}
         for node in nodes:
-            by_slot.setdefault(self.run.slot_key[node], []).append(node)
-        buckets = list(dict.fromkeys(bucket for bucket, _ in by_slot))
-        for bucket in buckets:
-            slots = sorted(slot for name, slot in by_slot if name == bucket)
-            for chain in (by_slot[(bucket, slot)] for slot in slots):
-                self._store(bucket, chain, level)
+            bucket, slot = self.run.slot_key[node]
+            by_slot.setdefault(bucket, {}).setdefault(slot, []).append(node)
+        for bucket, chains in by_slot.items():
+            slots = sorted(chains)
+            for slot in slots:
+                self._store(bucket, chains[slot], level)
             runs: list[list[int]] = []
-            signs = {slot: self._signature(by_slot[(bucket, slot)]) for slot in slots}
+            signs = {slot: self._signature(chains[slot]) for slot in slots}
             for slot in slots:
                 alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
                 slots_of = self.run.program.buckets[bucket].slots
                 apart = slot and slots_of[slot - 1].stop < slots_of[slot].start  # padding, which no block may take in
-                if alike and not (apart and any(of(n.target).blockwise for n in by_slot[(bucket, slot)])):
+                if alike and not (apart and any(of(n.target).blockwise for n in chains[slot])):
                     runs[-1].append(slot)
                 else:
                     runs.append([slot])
             for run in runs:
-                self._emit_flat(bucket, run, by_slot[(bucket, run[0])])
+                self._emit_flat(bucket, run, chains[run[0]])
 
     def _store(self, bucket: str, chain: list[fx.Node], level: int, letter: str = "f") -> None:
         """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
@@ -183,7 +186,7 @@ class _Outer:
         for position, node in enumerate(chain):
             if node in self.run.dest:
                 self.run.stored[node] = self.run.dest[node].name
-                column = self.run.dest[node].name.removesuffix(".new")
+                column = self.kept_in[self.run.dest[node].name]
                 if self._updates_slices(bucket) and not self.run.buffers[column].sharded:
                     self.gathers.append(self.run.dest[node].name)
             elif any(u in self.run.level and u not in inside for u in node.users):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from fzero.codegen import inplace, segment_memory
 from fzero.codegen.fusion import fuse
 from fzero.ir import rewrite
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import Op
 
 
@@ -28,4 +28,4 @@ def size_workspaces(program: Program, how: str = "none") -> Program:
         return op.with_attrs(**{name: size for name, size in sizes.items() if size})
 
     ops = [measured(op) if op.computes else op for op in program.ops]
-    return rewrite.finish(program, "size_workspaces", ops=ops)
+    return rewrite.finish(program, "size_workspaces", ops=ops, level=Level.SIZED)

@@ -56,7 +56,7 @@ def _near(program: Program, target: Buffer, inner: str, name: str) -> Buffer:
     bucket = program.buckets[target.bucket or ""]
     length = program.slice_length(bucket, inner) // target.per
     kind = "scratch" if target.kind in PERSISTENT else target.kind
-    return Buffer(name, target.dtype, (length,), kind, target.bucket, inner, per=target.per)
+    return Buffer(name, target.dtype, (length,), kind, target.bucket, inner, per=target.per, entry=target.entry)
 
 
 def _start(ops: list[Op], source: str, last: int) -> int:

@@ -34,15 +34,16 @@ def filled(
         fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
         world_size=world_size,
     )
-    for number, (name, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
+    for number, (name, layer, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
         sizes = [lead[c].numel() for c in members]
         starts, length = whole_leaves.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
         placed = sorted(zip(starts, members, strict=True))
         slots = [Slot(classes[c].path, start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed]
         row = row_of(stage, axes)
         bucket = Bucket(
-            name, length, tuple(slots), row.cut, bool(row.optimizer), not row.params, row.reduce_when, copy=row.copy
-        )
+            name, length, tuple(slots), row.cut, bool(row.optimizer), not row.params, row.reduce_when, copy=row.copy,
+            layer=layer if layer != name else "", numbered=layer_of(classes[members[0]].path)[1],
+        )  # fmt: skip
         yield bucket, [classes[c] for _, c in placed]
 
 
@@ -88,14 +89,14 @@ def _cut(
     return result
 
 
-def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, Stage, list[int]]]:
-    """(bucket name, stage, classes): the layer's name, and a number where it has several buckets."""
-    result: list[tuple[str, Stage, list[int]]] = []
+def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, str, Stage, list[int]]]:
+    """(bucket name, layer, stage, classes): the layer's name, and a number where it has several buckets."""
+    result: list[tuple[str, str, Stage, list[int]]] = []
     taken: set[str] = set()
     for layer, stage, run in runs:
         name = unused(buffer_name(str(layer)), taken)
         taken.add(name)
-        result.append((name, stage, run))
+        result.append((name, str(layer), stage, run))
     return result
 
 

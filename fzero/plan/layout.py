@@ -99,7 +99,9 @@ def layout(
             sharded = _sharded(members[0], dtype, is_param[first], axes) if mesh.data_ranks > 1 else None
             per = ALIGN if first in codes_of else 1
             shape = ((bucket.length // mesh.size(sharded) if sharded else bucket.length) // per,)
-            buffers[name] = Buffer(name, dtype, shape, kind, bucket.name, sharded, per=per, space=homes[first])
+            buffers[name] = Buffer(
+                name, dtype, shape, kind, bucket.name, sharded, per=per, space=homes[first], entry=prefix
+            )
             for index, member in enumerate(members):
                 i = member.members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, index, layout=member.layout)

@@ -30,7 +30,7 @@ from fzero.compile.lowered import Lowered
 from fzero.cost.memory import SHOWN, MemoryAccount
 from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program, lane, moved_bytes, wire_bytes
-from fzero.ir.records import DEVICE, Op
+from fzero.ir.records import DEVICE, Op, StepPhase
 from fzero.session.session import execute, session_of
 from fzero.state.state import State
 
@@ -165,7 +165,7 @@ def phase(op: Op) -> str:
         return op.kind
     if not op.in_region:
         return "other"
-    return op.phase if op.phase in ("forward", "recompute") else "backward"
+    return op.phase if op.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE) else StepPhase.BACKWARD
 
 
 def leaves(program: Program, op: Op) -> list[str]:

@@ -8,7 +8,7 @@ from html import escape
 from fzero.cost.memory import SHOWN
 from fzero.ir.liveness import live_names
 from fzero.ir.program import op_text
-from fzero.ir.records import DEVICE, PERSISTENT
+from fzero.ir.records import DEVICE, GIVEN, PERSISTENT
 from fzero.profile.charts import bytes_text, time_text
 from fzero.profile.record import StepRecord, TransferSpan, needs, phase
 
@@ -43,7 +43,8 @@ def peak_rows(record: StepRecord, most: int = 12) -> Iterator[tuple[str, str, in
         buffer = program.buffers[name]
         if buffer.space != DEVICE:
             continue
-        name = f"{name.partition(':')[0]} (held)" if buffer.kind in PERSISTENT else name
+        whose = buffer.entry or (buffer.kind if buffer.kind in GIVEN else name)
+        name = f"{whose} (held)" if buffer.kind in PERSISTENT else name
         key = (name, SHOWN.get(buffer.kind, "other"))
         sizes[key] = sizes.get(key, 0) + buffer.nbytes
     sizes[f"while op {peak_op} runs", "workspace"] = needs(program.ops[peak_op])
@@ -75,7 +76,7 @@ def by_segment(record: StepRecord) -> str:
     rows = []
     for key, members in sorted(groups.items(), key=lambda item: -sum(map(record.duration, item[1]))):
         total = sum(map(record.duration, members))
-        names = list(dict.fromkeys(record.program.ops[i].why.partition(" (")[0] for i in members))
+        names = list(dict.fromkeys(record.program.ops[i].why for i in members))
         places = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         parts = " ".join(dict.fromkeys(phase(record.program.ops[i]) for i in members))
         slept = "" if record.cpu_ns is None else time_text(sum(map(record.asleep, members)))

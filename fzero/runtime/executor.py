@@ -75,7 +75,7 @@ class Executor:
         self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
         for name, buffer in program.buffers.items():
             if buffer.kind == "rank":
-                place = program.mesh.coordinate(rank, name.partition(":")[2])
+                place = program.mesh.coordinate(rank, str(buffer.axis))
                 self.memory[name] = torch.full((), place, dtype=buffer.dtype, device=arena.device)
             elif buffer.at is not None and buffer.space != DISK:
                 room = self.arenas[buffer.space][buffer.at : buffer.at + buffer.nbytes]
@@ -267,7 +267,7 @@ def _move(bound: Executor, op: Op) -> list[Call]:
     source, target = op.reads[0], op.writes[0]
     bound.moving.add(op.target)
     if bound.is_on_disk(source):
-        at, name = _offset(bound, source), f"{source} for {op.why.removeprefix('for ')}"
+        at, name = _offset(bound, source), f"{source} ({op.why})"
         return [lambda: bound.lanes.read(op.target, at, bound.destination(target), name)]
     if bound.is_on_disk(target):
         at, name = _offset(bound, target), str(target)

@@ -53,7 +53,7 @@ class Rank:
         self.memory = {**memory, **self.on_disk}
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
-                place = program.mesh.coordinate(rank, buffer.name.partition(":")[2])
+                place = program.mesh.coordinate(rank, str(buffer.axis))
                 self.memory[buffer.name] = torch.full((), place, dtype=buffer.dtype, device=device)
         self.arenas = {
             DEVICE: torch.empty(program.arenas[DEVICE], dtype=torch.uint8, device=device),

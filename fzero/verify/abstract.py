@@ -99,10 +99,12 @@ class Abstract:
         for name, buffer in program.buffers.items():
             if buffer.kind in PERSISTENT:
                 over = everywhere if buffer.kind in VARYING or buffer.per_rank else NOWHERE
+                what = name
                 if buffer.kind == "rank":
-                    over = frozenset(a for a in parts_of(name.partition(":")[2]) if program.mesh.size(a) > 1)
+                    over = frozenset(a for a in parts_of(buffer.axis) if program.mesh.size(a) > 1)
+                    what = f"rank:{buffer.axis}"
                 self.memory[name] = Content(
-                    {key: term("input", name, slot).over(over) for slot, key in self._keys(buffer)}
+                    {key: term("input", what, slot).over(over) for slot, key in self._keys(buffer)}
                 )
 
     def run(self) -> str:

@@ -17,7 +17,7 @@ from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.mesh import PIPELINE, within
 from fzero.ir.op_info import of
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Op, Ref, tile_text
 from fzero.ir.rewrite import Spans
 from fzero.shard.moves import VIEWS
@@ -39,9 +39,8 @@ def form(program: Program) -> Iterator[Fault]:
         if target not in program.buffers:
             yield -1, f"metric {name} is in {target}: there is no buffer {target}"
     for slot_key in program.trainable:
-        bucket_name, _, slot_text = slot_key.rpartition(":")
-        slots = program.buckets[bucket_name].slots if bucket_name in program.buckets else ()
-        if not (slot_text.isdecimal() and int(slot_text) < len(slots)):
+        slots = program.buckets[slot_key.bucket].slots if slot_key.bucket in program.buckets else ()
+        if not 0 <= slot_key.slot < len(slots):
             yield -1, f"trainable {slot_key} is no slot of a bucket"
     for i, op in enumerate(program.ops):
         yield from ((i, what) for what in _op(program, op))
@@ -74,6 +73,8 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
         yield f"lies in {buffer.space}: none of {', '.join(SPACES)}"
     if buffer.tile is not None and (buffer.bucket is None or not _is_tile(buffer.tile)):
         yield f"is tile {tile_text(buffer.tile)}: of a buffer of a bucket, whole blocks of {ALIGN} elements"
+    if buffer.kind == "rank" and buffer.axis not in program.mesh:
+        yield f"is this rank's place along {buffer.axis}: the mesh has {list(program.mesh.names)}"
     if buffer.nbytes >= MOST or abs(buffer.at or 0) >= MOST:
         yield f"has {buffer.nbytes:,} bytes at {buffer.at}: more than memory has"
 
@@ -229,7 +230,7 @@ def calls(program: Program) -> Iterator[Fault]:
         cut = next((ref for ref in (*op.reads, *op.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
         if cut is not None and op.is_flat and not any(map(_by_blocks, gm.graph.nodes)):
             yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
-        if op.offset is not None or "size_workspaces" in program.passes:
+        if op.offset is not None or program.level >= Level.SIZED:
             need, room = segment_memory.layout(gm, inplace.apart(op)).nbytes, op.workspace
             if need > room:
                 yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"

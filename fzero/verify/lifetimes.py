@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES, clash
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, SPACES, Op, Ref
 from fzero.ir.rewrite import Spans
 
@@ -47,7 +47,7 @@ class _Lifetimes:
         for name in p.metrics.values():
             if name not in self.live:
                 yield len(p.ops), f"metric buffer {name} is not live at the end"
-        if "free" in p.passes:
+        if p.level >= Level.FREED:
             for name in sorted(self.live - set(p.metrics.values())):
                 if p.buffers[name].kind not in PERSISTENT:
                     yield len(p.ops), f"{name} is never freed"
@@ -128,7 +128,7 @@ def places(program: Program) -> Iterator[Fault]:
             items[DISK].append((0, 0, buffer.at, buffer.nbytes))
         elif buffer.at is not None and (buffer.kind in PERSISTENT) > (buffer.kind == "batch"):
             yield -1, f"{name} has a place in the step's arena, but is held between steps"
-        elif buffer.at is None and buffer.kind == "batch" and name in lives and "assign_memory" in program.passes:
+        elif buffer.at is None and buffer.kind == "batch" and name in lives and program.level >= Level.PLACED:
             yield -1, f"{name} has no place in the step's arena: the batch is copied there"
         elif buffer.at is not None and name in lives:
             names[buffer.space].append(name)
@@ -137,7 +137,7 @@ def places(program: Program) -> Iterator[Fault]:
         if op.offset is not None:
             names[program.space(op)].append(f"the workspace of op {i}")
             items[program.space(op)].append((i, i, (op.offset or 0), op.workspace))
-        elif op.workspace and "assign_memory" in program.passes:
+        elif op.workspace and program.level >= Level.PLACED:
             yield i, "its workspace has no place in the step's arena"
     for space, own in items.items():
         align = ALIGN_BYTES if space == DEVICE else PAGE_BYTES

@@ -17,6 +17,7 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
+from fzero.ir.records import SlotKey
 from fzero.plan.state_plan import Plan
 from fzero.verify.terms import Term, apply, digest, evaluate, metric, part, reduced, term
 
@@ -25,15 +26,15 @@ aten = torch.ops.aten
 
 def _gradients_in_buckets(
     region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan
-) -> dict[int, tuple[str, int]]:
-    """For each output of a region that is the gradient of a leaf in a bucket: that leaf's (bucket, slot)."""
-    places: dict[int, tuple[str, int]] = {}
-    seen: set[tuple[str, int]] = set()
+) -> dict[int, SlotKey]:
+    """For each output of a region that is the gradient of a leaf in a bucket: that leaf's slot."""
+    places: dict[int, SlotKey] = {}
+    seen: set[SlotKey] = set()
     position = {node: i for i, node in enumerate(leaf_nodes)}
     for number, of in enumerate(region.grad_of):
         leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
         if leaf is not None and leaf.slot is not None:
-            slot_key = (plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+            slot_key = SlotKey(plan.buffers[leaf.buffer].bucket or "", leaf.slot)
             if slot_key not in seen:
                 seen.add(slot_key)
                 places[1 + number] = slot_key

@@ -1,9 +1,9 @@
 """rules: rules that every rank's program keeps, checked before anything runs and, in tests, after every pass.
 
 Each rule is a generator of faults in `RULES`: (op number, what is wrong). The first fault is raised as a VerifyError
-that names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the pass that
-makes them (`free`, `prefetch`). The last rule is the strongest: the program's meaning is that of the captured step
-(`fzero.verify.terms`). It catches faults that the other rules miss. `lab.mutate` breaks programs to see what is
+that names the rule, the rank, the op's line and the last pass. Rules that need final lifetimes wait for the level that
+has them (`Level.FREED`, `Level.CAPPED`). The last rule is the strongest: the program's meaning is that of the captured
+step (`fzero.verify.terms`). It catches faults that the other rules miss. `lab.mutate` breaks programs to see what is
 caught.
 
 Cost: one walk over the ops a rule; a 12-layer model takes some tens of milliseconds.
@@ -20,7 +20,7 @@ from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import PIPELINE, parts_of
-from fzero.ir.program import Program, op_text
+from fzero.ir.program import Level, Program, op_text
 from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT, Op
 from fzero.verify.abstract import program_meaning
 from fzero.verify.circles import waiting_in_a_circle
@@ -197,10 +197,9 @@ def updated_once(program: Program) -> Iterator[Fault]:
             columns.setdefault(buffer.bucket, []).append(name)
     if any(op.is_update for op in program.ops):
         for slot_key in program.trainable:
-            bucket_name, _, slot_text = slot_key.rpartition(":")
-            own = columns.get(bucket_name, [])
-            if own and not any((name, int(slot_text)) in updated for name in own):
-                path = program.buckets[bucket_name].slots[int(slot_text)].path
+            own = columns.get(slot_key.bucket, [])
+            if own and not any((name, slot_key.slot) in updated for name in own):
+                path = program.buckets[slot_key.bucket].slots[slot_key.slot].path
                 yield -1, f"{path} has a gradient and is never updated"
 
 
@@ -209,7 +208,7 @@ def updated_once(program: Program) -> Iterator[Fault]:
 
 def cap(program: Program) -> Iterator[Fault]:
     """Gathered parameters alive at one time stay under the cap."""
-    if "prefetch" not in program.passes:
+    if program.level < Level.CAPPED:
         return
     for i, held in enumerate(gathered_bytes(program.ops, program.buffers)):
         if held > program.gather_cap_bytes:

@@ -162,9 +162,10 @@ def another_ranks_constant(rng: random.Random, p: Program) -> Program | None:
         return None
     index, n = place
     own = p.buffers[p.ops[index].reads[n].name]
-    axes = [name for name, _ in p.mesh if f"rank:{name}" != own.name]
+    axes = [name for name, _ in p.mesh if name != own.axis]
     if axes and rng.random() < 0.4:
-        other = replace(own, name=f"rank:{rng.choice(axes)}")
+        axis = rng.choice(axes)
+        other = replace(own, name=f"rank:{axis}", axis=axis)
         return put(with_buffers(p, other), index, replaced(p.ops[index], "reads", n, Ref(other.name)))
 
     def next_one(rng: random.Random, graph: fx.Graph) -> Any:
@@ -174,7 +175,7 @@ def another_ranks_constant(rng: random.Random, p: Program) -> Program | None:
         with graph.inserting_after(holder):
             more = graph.call_function(aten.add.Tensor, (holder, 1))
         with graph.inserting_after(more):
-            turned = graph.call_function(aten.remainder.Scalar, (more, p.mesh.size(own.name.partition(":")[2])))
+            turned = graph.call_function(aten.remainder.Scalar, (more, p.mesh.size(str(own.axis))))
         holder.replace_all_uses_with(turned, delete_user_cb=lambda user: user is not more)
         return holder
 

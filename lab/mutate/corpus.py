@@ -21,7 +21,7 @@ from fzero import api, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
-from fzero.ir.program import Program
+from fzero.ir.program import Level, Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.passes import optimise
 from fzero.plan.state_plan import Leaf, Plan
@@ -274,9 +274,8 @@ def relay(world: int, generator: torch.Generator) -> Case:
             ops.append(make_op("run", [Ref(n), Ref(f"{n}.in")], [Ref(f"{n}.sum")], segment=add, fresh=1))
             ops.append(make_op("free", [Ref(f"{n}.in")]))
             ops += [make_op("update", [Ref(f"{n}.sum")], [Ref(n)], segment=keep), make_op("free", [Ref(f"{n}.sum")])]
-        program = Program(
-            Mesh((("dp", world),)), {}, buffers, tuple(ops), {}, passes=("lower", "prefetch", "free"), segments=pool
-        )
+        mesh, passes = Mesh((("dp", world),)), ("lower", "prefetch", "free")
+        program = Program(mesh, {}, buffers, tuple(ops), {}, passes=passes, level=Level.FREED, segments=pool)
         programs[rank] = replace(program, meaning=program_meaning(program))
     plan = Plan("dp", Mesh((("dp", world),)), {}, {n: buffers[n] for n in ("x", "y")},
                 tuple(Leaf(n, (8,), torch.float32, n) for n in ("x", "y")))  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from fzero._torch_compat import quiet_fakes
 from fzero.cost.memory import account
 from fzero.ir.liveness import gathered_bytes
-from fzero.ir.program import Program, op_text, wire_bytes
+from fzero.ir.program import Level, Program, op_text, wire_bytes
 from fzero.ir.records import DISK, HOST, PERSISTENT
 from fzero.runtime.executor import Executor
 from fzero.runtime.handlers import Rank, on_disk
@@ -100,7 +100,7 @@ def _left(rank: Rank) -> frozenset[str]:
 
 def _cramped(program: Program) -> frozenset[int]:
     """The runs that would write beyond their workspace, in a program that has been measured."""
-    runs = [i for i, op in enumerate(program.ops) if op.computes and "size_workspaces" in program.passes]
+    runs = [i for i, op in enumerate(program.ops) if op.computes and program.level >= Level.SIZED]
     return frozenset(i for i in runs if room.needed(program, program.ops[i]) > program.ops[i].workspace)
 
 

@@ -288,7 +288,7 @@ def stale_lent(rng: random.Random, programs: Programs) -> dict[int, Program] | N
 
 def _stale_value(rng: random.Random, p: Program) -> Program | None:
     """The role keeps its copy between steps, and receives none."""
-    index = pick(rng, find(p, lambda op: op.is_recv and ".lent" in op.target))
+    index = pick(rng, find(p, lambda op: op.is_recv and p.buffers[op.target].lent is not None))
     if index is None:
         return None
     kept = replace(p.buffers[p.ops[index].target], kind="state", at=None)
@@ -297,7 +297,7 @@ def _stale_value(rng: random.Random, p: Program) -> Program | None:
 
 def _lent_late(rng: random.Random, p: Program) -> Program | None:
     """The copy for the other role is made after an update."""
-    copies = find(p, lambda op: op.computes and any(".lent" in name for name in names(op.writes)))
+    copies = find(p, lambda op: op.computes and any(p.buffers[name].lent for name in names(op.writes)))
     updates = find(p, lambda op: op.is_update)
     index = pick(rng, copies)
     return None if index is None or not updates else move(p, index, rng.choice(updates))
@@ -305,7 +305,7 @@ def _lent_late(rng: random.Random, p: Program) -> Program | None:
 
 def _wrong_lent(rng: random.Random, p: Program) -> Program | None:
     """The copy for the other role is of another leaf, or is not made."""
-    copies = find(p, lambda op: op.computes and any(".lent" in name for name in names(op.writes)))
+    copies = find(p, lambda op: op.computes and any(p.buffers[name].lent for name in names(op.writes)))
     index = pick(rng, copies)
     if index is None:
         return None

@@ -12,7 +12,7 @@ import fzero
 from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
-from fzero.ir.records import ALIGN, Op, Ref, Slot, make_op
+from fzero.ir.records import ALIGN, Buffer, Op, Ref, Slot, SlotKey, make_op
 from fzero.passes import optimise
 from fzero.verify.rules import RULES, verify
 from lab.mutate import Bench
@@ -135,7 +135,10 @@ def test_records_that_say_what_there_is_not(good: Program) -> None:
     _refused(with_buffers(good, replace(shard, bucket=None)), "form", "is in no bucket: it has no own slice")
     _refused(with_buffers(good, replace(shard, bucket="no")), "form", "is of bucket no, which is not there")
     _refused(with_buffers(good, replace(shard, kind="no")), "form", "is of kind no: none of param,")
-    _refused(replace(good, trainable=("no:1",)), "form", "trainable no:1 is no slot of a bucket")
+    _refused(replace(good, trainable=(SlotKey("no", 1),)), "form", "trainable no:1 is no slot of a bucket")
+    _refused(replace(good, trainable=(SlotKey("small", 9),)), "form", "trainable small:9 is no slot of a bucket")
+    place = Buffer("place", torch.int64, (), "rank", axis="tp")
+    _refused(with_buffers(good, place), "form", r"place is this rank's place along tp: the mesh has \['dp'\]")
     _refused(replace(good, metrics={"loss": "no"}), "form", "metric loss is in no: there is no buffer no")
     _refused(replace(good, mesh=Mesh((("dp", 0),))), "form", "the mesh is dp=0: every axis once")
     _refused(replace(good, mesh=Mesh((("tp", 2),))), "form", "is cut along axis dp, which the mesh has not")

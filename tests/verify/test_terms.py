@@ -62,10 +62,10 @@ def test_own_slices_that_are_gathered_are_the_value_only_where_all_ranks_have_th
 
 def test_what_differs_between_ranks_is_known_of_batch_rank_and_per_rank_leaves() -> None:
     buffers = [
-        Buffer("x", torch.float32, (4,), "batch"), Buffer("rank:dp", torch.int64, (), "rank"),
+        Buffer("x", torch.float32, (4,), "batch"), Buffer("place", torch.int64, (), "rank", axis="dp"),
         Buffer("drift", torch.float32, (4,), "state", per_rank=True), Buffer("mean", torch.float32, (4,), "state"),
     ]  # fmt: skip
-    for world, varying in ((2, {"x", "rank:dp", "drift"}), (1, set())):
+    for world, varying in ((2, {"x", "place", "drift"}), (1, set())):
         program = Program(Mesh((("dp", world),)), {}, {b.name: b for b in buffers}, (), {})
         assert fzero.parse(str(program)) == program
         memory = Abstract(program).memory

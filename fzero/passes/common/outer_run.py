@@ -18,10 +18,9 @@ from torch import fx
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref
+from fzero.ir.records import Buffer, Op, Ref, SlotKey
 
 COPY = torch.ops.aten.copy_.default
-SlotKey = tuple[str, int]  # bucket, slot
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -96,7 +95,7 @@ class OuterRun:
         if bucket is None or ref.start is None or ref.shape is None:
             return None
         slot = bucket.find((ref.start, ref.stop, ref.shape), self.buffers[ref.name].per)
-        return None if slot is None else (bucket.name, slot)
+        return None if slot is None else SlotKey(bucket.name, slot)
 
     def _classify(self) -> None:
         """Fills `slot_key`, `block_size`, `owned` and `partial`."""
@@ -182,8 +181,10 @@ class OuterRun:
             return None
         slot_key, block_size = slot_keys.pop(), result_sizes or block_sizes.pop()
         assert slot_key is not None
-        bucket = self.program.buckets[slot_key[0]]
+        bucket = self.program.buckets[slot_key.bucket]
         results = fx_values.tensors(node.meta["val"])
         ratios = block_size if isinstance(block_size, tuple) else (block_size,) * len(results)
-        fits = all(tuple(r.shape) == bucket.place(slot_key[1], n or 1)[2] for r, n in zip(results, ratios, strict=True))
+        fits = all(
+            tuple(r.shape) == bucket.place(slot_key.slot, n or 1)[2] for r, n in zip(results, ratios, strict=True)
+        )
         return (slot_key, block_size) if results and fits else None

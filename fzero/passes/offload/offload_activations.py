@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from fzero.ir import rewrite
 from fzero.ir.program import Program
-from fzero.ir.records import DEVICE, HOST, Op, Ref, make_op
+from fzero.ir.records import DEVICE, HOST, Op, Ref, StepPhase, make_op
 from fzero.passes.offload.to_spaces import staging
 from fzero.passes.recompute import says
 
@@ -35,13 +35,13 @@ def offload_activations(program: Program, rules: Mapping[str, str], ahead: int =
     buffers = dict(program.buffers)
     before: dict[int, list[Op]] = {}
     renamed: dict[tuple[int, str], str] = {}
-    for index in (i for i, found in phase.items() if found == "forward"):
+    for index in (i for i, found in phase.items() if found is StepPhase.FORWARD):
         op = program.ops[index]
         if not says(program, op, rules, "offload"):
             continue
         for ref in (r for r in op.writes if r.start is None and len(writes[r.name]) == 1):
             uses = [i for i, _ in reads.get(ref.name, ())]
-            late = [i for i in uses if phase.get(i) == "backward"]
+            late = [i for i in uses if phase.get(i) is StepPhase.BACKWARD]
             last = max((i for i in uses if i not in late), default=index)
             first = min(late, default=0)
             gap = bisect_left(runs, first) - bisect_left(runs, last)

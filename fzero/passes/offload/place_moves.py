@@ -221,7 +221,7 @@ class _Placing:
             visit.start = visit.first
             if not visit.reads:
                 continue
-            barrier, why = self._written_before(visit), f"for {self.ops[visit.first].why.removeprefix('for ')}"
+            barrier, why = self._written_before(visit), self._reason(self.ops[visit.first])
             hops = len(visit.names)
             starts = [max(barrier, self._early(visit.first, hops - n)) for n in range(hops)]
             visit.start, source = starts[0], visit.source
@@ -232,6 +232,12 @@ class _Placing:
                 self._insert(start, FETCH_ON if n else FETCH, move)
                 source = self._into(visit, name)
             self._insert(visit.first, FETCHED, make_op("wait", [Ref(source.name)], why=why))
+
+    def _reason(self, op: Op) -> str:
+        """Why an op's operand is brought: for the op, or for what a gather or a copy for another role serves itself."""
+        lends = any(self.buffers[ref.name].lent is not None for ref in op.writes)
+        serves = op.gathers and self.buffers[op.target].kind == "gathered"
+        return op.why if serves or lends else f"for {op.why}"
 
     def _into(self, visit: _Visit, name: str) -> Ref:
         """All of a copy, in the form that the visit's source has."""

@@ -25,8 +25,6 @@ from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
 
-LENT = ".lent"  # between the name of a buffer and the place in it, of a copy for another role
-
 Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
 
 
@@ -162,10 +160,11 @@ class Assigned:
         for position, ref in enumerate(op.reads):
             if self._role(ref) in (None, role):
                 continue
-            name = f"{ref.name}{LENT}{ref.start}"
+            name = f"{ref.name}.lent{ref.start}"
             reads[position] = Ref(name)
             if name not in self.lent:
-                self.buffers[name] = Buffer(name, self.buffers[ref.name].dtype, ref.shape or (), "activation")
+                dtype = self.buffers[ref.name].dtype
+                self.buffers[name] = Buffer(name, dtype, ref.shape or (), "activation", lent=ref.name)
                 copy = self._copy(Op("run"), [ref], [Ref(name)], f"for role {role}: {op.why}")
                 self.lent[name] = RoleWork(copy, (0, None), frozenset({self._role(ref) or 0}))
         for position, ref in enumerate(op.writes):

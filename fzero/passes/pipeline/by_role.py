@@ -218,7 +218,7 @@ class _RoleBuilder:
         buffers = {name: b for name, b in done.buffers.items() if name in named or self._keeps(b)}
         used = {b.bucket for b in buffers.values()}
         buckets = {name: bucket for name, bucket in program.buckets.items() if name in used}
-        trainable = tuple(slot for slot in program.trainable if self._owns(slot.rpartition(":")[0]))
+        trainable = tuple(slot for slot in program.trainable if self._owns(slot.bucket))
         return replace(done, role=self.role, buffers=buffers, buckets=buckets, trainable=trainable)
 
     def _owns(self, bucket: str) -> bool:

@@ -22,7 +22,7 @@ from torch import fx
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.program import Program
-from fzero.ir.records import Op
+from fzero.ir.records import Op, StepPhase
 from fzero.passes.rematerialise_views import MadeAnew
 
 COPY = torch.ops.aten.copy_.default
@@ -145,7 +145,7 @@ def pieces(program: Program) -> dict[int, ChunkWork]:
             continue
         sources = [maker[ref.name] for ref in op.reads if ref.name in maker]
         late = any(found[i].chunk == op.chunk and not found[i].forward for i in sources)
-        piece = found[number] = ChunkWork(op.chunk, op.phase == "forward" and not late)
+        piece = found[number] = ChunkWork(op.chunk, op.phase is StepPhase.FORWARD and not late)
         for source in sources:
             _check(op, piece, program.ops[source], found[source])
         maker.update({ref.name: number for ref in op.writes})
