@@ -13,6 +13,7 @@ from fzero.ir.records import Bucket, Buffer, Ref
 from fzero.plan.pipeline_cut import Cut, layer_of
 from fzero.plan.stages import BucketLayout
 from fzero.shard.layouts import WHOLE, Layout
+from fzero.shard.placements import Flat
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,11 @@ class Plan:
         """The ranks that together hold a buffer once, in the order of its slices; of equal ranks the first."""
         role = self.role_of(buffer)
         first = 0 if role is None else self.mesh.peers(0, PIPELINE)[role]
-        axis = self.axis if buffer.per_rank else buffer.sharded
-        return self.mesh.peers(first, axis) if axis else [first]
+        return self.mesh.peers(first, self.column(buffer).axes)
+
+    def column(self, buffer: Buffer) -> Layout:
+        """How all of a buffer of the state lies: in slices of its bucket, or one of each rank's own of all, stacked."""
+        return self.batch if buffer.per_rank else Layout.over(self.mesh, buffer.sharded, Flat())
 
     def held_by(self, rank: int) -> dict[str, Buffer]:
         """The state's buffers on a rank: all of them, or those of its role in a pipeline and those in no bucket."""

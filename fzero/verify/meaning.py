@@ -144,7 +144,7 @@ def _coders(wire: Wire | None, region: Region, index: int) -> Coders | None:
 def _elementwise(fn: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, value: Any) -> Any:
     """The term of a function of tensors of one form."""
     with FakeTensorMode():
-        gm = record(fn, [torch.empty(like.shape, dtype=like.dtype)])
+        gm = record(lambda x: [fn(x)], [torch.empty(like.shape, dtype=like.dtype)])
     return evaluate(gm, [value])[0][0]
 
 
