@@ -23,12 +23,14 @@ from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
 from fzero.capture.step_ops import AXIS_INDEX, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
-from fzero.ir.mesh import within
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, SlotKey, StepPhase
 from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan
+from fzero.shard.layouts import Layout
+from fzero.shard.moves import transitions
+from fzero.shard.placements import Flat
 
 aten = torch.ops.aten
 SHORT = 4  # elementwise ops on a gradient or a leaf that are done again rather than kept from one level to another
@@ -127,26 +129,13 @@ class _Builder:
         for node, leaf in zip(self.nodes, self.to.plan.leaves, strict=False):
             ref = self.to.plan.ref(leaf)
             if self.to.plan.buffers[leaf.buffer].sharded:
-                ref = Ref(self._gathered(leaf.buffer), ref.start, ref.stop, ref.shape)
+                why = f"whole {self.to.plan.buffers[leaf.buffer].bucket}"
+                ref = Ref(self.to.whole(leaf.buffer, "gathered", why), ref.start, ref.stop, ref.shape)
             self.to.where[node] = ref
         names = [*(f"batch:{p}" for p in self.graph.batch_paths), *(f"const:{n}" for n in self.graph.constants)]
         for node, name in zip(self.nodes[num:], names, strict=True):
             kind = "batch" if name.startswith("batch:") else "constant"
             self.to.where[node] = self.to.new(name, node.meta["val"], kind)
-
-    def _gathered(self, column: str) -> str:
-        name = f"{column}.full"
-        if name not in self.to.buffers:
-            source = self.to.buffers[column]
-            bucket = self.to.plan.buckets[source.bucket or ""]
-            shape = (bucket.length // source.per,)
-            self.to.buffers[name] = Buffer(
-                name, source.dtype, shape, "gathered", bucket.name, per=source.per, entry=source.entry
-            )
-            why = f"whole {bucket.name}"
-            self.to.emit("all_gather", [Ref(column)], [Ref(name)], axis=source.sharded, why=why)
-            self.to.emit("wait", [Ref(name)], why=why)
-        return name
 
     def _rank(self, axis: str) -> Ref:
         name = f"rank:{axis}"
@@ -221,10 +210,10 @@ class _Builder:
                 gm = segments.copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
                 old, new = (Ref(b, start, stop, None, buffer.sharded is not None) for b in (name, f"{name}.new"))
                 self.to.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
-            if buffer.sharded and (axis := within(bucket.axis, buffer.sharded)):
-                own, why = Ref(name, 0, bucket.length, None, True), f"all of the slice of {name}"
-                self.to.emit("all_gather", [own], [Ref(name)], axis=axis, why=why)
-                self.to.emit("wait", [Ref(name)], why=why)
+            updated, held = (Layout.over(self.to.plan.mesh, axes, Flat()) for axes in (bucket.axis, buffer.sharded))
+            for step in transitions(updated, held) if buffer.sharded else ():
+                own = Ref(name, 0, bucket.length, None, True)
+                self.to.transfer(step, own, name, why=f"all of the slice of {name}")
 
 
 def _is_comm(node: fx.Node) -> bool:

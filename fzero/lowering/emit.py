@@ -14,6 +14,9 @@ from fzero.ir import fx_nodes, kinds, segments
 from fzero.ir.recorder import record
 from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
 from fzero.plan.state_plan import Plan
+from fzero.shard.layouts import WHOLE, Layout
+from fzero.shard.moves import Transition, transitions
+from fzero.shard.placements import Flat
 
 aten = torch.ops.aten
 
@@ -62,6 +65,26 @@ class Emitter:
         num_outputs = len(writes) - (len(fx_nodes.placeholders(gm.graph)) - len(reads))
         done = make_op(kind, reads, writes, why=why).with_attrs(segment=key, **attrs)
         self.ops.append(done.with_attrs(fresh=num_outputs) if num_outputs else done)
+
+    def transfer(
+        self, step: Transition, source: Ref, target: str, *, why: str, scratch: Sequence[Ref] = (), **attrs: int | str
+    ) -> None:
+        """Adds a transfer, and the wait for it."""
+        self.emit(step.kind, [source], [Ref(target), *scratch], axis=step.axis, why=why, **attrs)
+        self.emit("wait", [Ref(target)], why=why)
+
+    def whole(self, name: str, kind: str, why: str) -> str:
+        """Gathers a buffer that is slices of its bucket. Returns the name of the buffer of this kind that has all."""
+        source, full = self.buffers[name], f"{name}.full"
+        bucket = self.plan.buckets[source.bucket or ""]
+        if full not in self.buffers:
+            shape = (bucket.length // source.per,)
+            self.buffers[full] = Buffer(
+                full, source.dtype, shape, kind, bucket.name, per=source.per, entry=source.entry
+            )
+            for step in transitions(Layout.over(self.plan.mesh, source.sharded, Flat()), WHOLE):
+                self.transfer(step, Ref(name), full, why=why)
+        return full
 
     def elementwise(
         self, fn: Callable[..., torch.Tensor], *args: Hashable, arity: int = 1, like: Buffer, dest: bool = False

@@ -6,7 +6,7 @@ aux and gradients of anything else are small or odd-shaped: they are added over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,11 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.capture.step_ops import REDUCE
 from fzero.ir import fx_nodes, kinds, segments
+from fzero.ir.mesh import parts_of
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey, StepPhase
 from fzero.lowering.emit import Emitter, line_of
+from fzero.plan.wires import CastTo, Elementwise, Wire
+from fzero.shard.moves import Transition, transitions
 
 
 @dataclass
@@ -42,7 +45,9 @@ class RegionBuilder:
         for i, (bucket, slot) in self.place.items():
             self.slots.setdefault(bucket, {})[i] = slot
         self.dtype = {bucket: region.values[i].dtype for i, (bucket, _) in self.place.items()}
-        self.wire = {bucket: region.wire.get(i, self.dtype[bucket]) for i, (bucket, _) in self.place.items()}
+        self.wire = {bucket: self._wire(i, bucket) for i, (bucket, _) in self.place.items()}
+        lies = {bucket: b.plan.bucket_layouts[bucket] for bucket in self.dtype}
+        self.steps = {bucket: transitions(row.grad, row.rest) for bucket, row in lies.items()}
         self.summed = bool(self.place) and min(self.place) in region.summed
         dest_of = [i for i in range(len(gm_outs)) if i in self.place]
         fresh_of = [i for i in range(len(gm_outs)) if i not in self.place]
@@ -89,9 +94,18 @@ class RegionBuilder:
         slot = bucket.slots[index]
         return Ref(name, slot.start, slot.stop, slot.shape)
 
+    def _wire(self, i: int, bucket: str) -> Wire | None:
+        """How the gradients of a bucket travel, of which output i is one: as its layout asks, else in the dtype of the
+        loss's precision; None: as they are."""
+        held = self.region.values[i].dtype
+        asked = self.region.wire.get(i, held)
+        plain = None if asked is held else Wire(DTYPE_NAMES[asked], asked, CastTo(asked), CastTo(held))
+        return self.to.plan.bucket_layouts[bucket].wire or plain
+
     def _buckets(self, m: int) -> None:
         """Emits the sums and reductions of every gradient bucket after microbatch m. "each" reduces and then adds;
-        "end" adds, and reduces after the last microbatch."""
+        "end" adds, and reduces after the last microbatch. Then each rank has of it what it updates; the rest of the
+        step is written on all of it."""
         b = self.to
         for name in self.dtype:
             grad = f"{self.name}.grad:{name}.{m}"
@@ -106,8 +120,10 @@ class RegionBuilder:
                 self._add(f"{self.name}.grad:{name}.0", grad, why)
             if m == self.k - 1:
                 final = first if each else self._reduced(f"{self.name}.grad:{name}.0", 0, why)
-                for axis in b.plan.sum_axes[1:]:
-                    final = self._summed(final, f"{final}.{axis}", axis, 0, f"{why} over {axis}")
+                for step in self.steps[name][1:]:
+                    final = self._summed(final, f"{final}.{step.axis}", step, 0, f"{why} over {step.axis}")
+                if b.buffers[final].sharded:
+                    final = b.whole(final, "grad", f"whole {why}")
                 for i, index in self.slots[name].items():
                     if i in self.getitems:
                         slot = b.plan.buckets[name].slots[index]
@@ -115,67 +131,66 @@ class RegionBuilder:
                             b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
 
     def _reduced(self, grad: str, m: int, why: str) -> str:
-        """Emits the reduction of a microbatch's gradient bucket over the innermost data axis, in the dtype that
-        gradients travel in. Returns the buffer of the result."""
-        name = f"{self.name}.red:{self.to.buffers[grad].bucket}.{m}"
-        if not self.to.plan.sum_axes:
-            return self._flat(torch.div, self.k, grad, grad, why) if self.k > 1 and not self.summed else grad
-        return self._summed(grad, name, self.to.plan.sum_axes[0], m, why)
+        """Emits the first of the transfers that sum a microbatch's gradient bucket over ranks. Returns the buffer of
+        the result."""
+        bucket = self.to.buffers[grad].bucket or ""
+        if not self.steps[bucket]:
+            dtype = self.to.buffers[grad].dtype
+            return self._flat(torch.div, grad, grad, why, dtype, self.k) if self.k > 1 and not self.summed else grad
+        return self._summed(grad, f"{self.name}.red:{bucket}.{m}", self.steps[bucket][0], m, why)
 
-    def _summed(self, grad: str, name: str, axis: str, m: int, why: str) -> str:
-        """Emits the sum of a gradient bucket over an axis; over the last one, divided for the mean."""
+    def _summed(self, grad: str, name: str, step: Transition, m: int, why: str) -> str:
+        """Emits a transfer that sums a gradient bucket over an axis, on its wire; the last one divides for the mean.
+        Returns `name`, the buffer of the result."""
+        wire, held = self.wire[self.to.buffers[grad].bucket or ""], self.to.buffers[grad].dtype
+        if wire is None:
+            return self._sent(grad, name, name, step, m, why)
+        why = f"{wire.name} {why}"
+        coded = self._flat(wire.encode, grad, f"{grad}.low", why, wire.dtype)
+        return self._flat(wire.decode, self._sent(coded, f"{name}.low", name, step, m, why), name, why, held)
+
+    def _sent(self, grad: str, target: str, name: str, step: Transition, m: int, why: str) -> str:
+        """Emits the transfer itself. name: of the result, once it is decoded. Returns `target`."""
         b = self.to
-        source, n = b.buffers[grad], b.plan.mesh.size(axis)
-        bucket = b.plan.buckets[source.bucket or ""]
-        last = axis == b.plan.sum_axes[-1]
-        divisor = b.plan.data_ranks * self.k if last and not self.summed else 1
-        wire = self.wire[bucket.name]
-        narrow = wire is not source.dtype
-        if narrow:
-            why = f"{DTYPE_NAMES[wire]} {why}"
-            grad = self._flat(torch.Tensor.to, wire, grad, f"{grad}.low", why, wire)
-        moved = f"{name}.low" if narrow else name
-        b.buffers[moved] = Buffer(moved, wire, source.shape, "grad", source.bucket)
-        writes = [Ref(moved)]
-        if room := kinds.of("all_reduce").scratch(b.transport, bucket.length, n):
-            scratch = f"{name}.scratch"
-            b.buffers[scratch] = Buffer(scratch, wire, room, "scratch")
-            writes.append(Ref(scratch))
-        b.emit(
-            "all_reduce", [Ref(grad)], writes, axis=axis, why=why, op="sum", divisor=divisor, microbatch=m,
-        )  # fmt: skip
-        b.emit("wait", [Ref(moved)], why=why)
-        return self._flat(torch.Tensor.to, source.dtype, moved, name, why, source.dtype) if narrow else name
+        source, bucket, n = b.buffers[grad], b.buffers[grad].bucket or "", b.plan.mesh.size(step.axis)
+        ranks = b.plan.bucket_layouts[bucket].grad.parts
+        divisor = ranks * self.k if step is self.steps[bucket][-1] and not self.summed else 1
+        b.buffers[target] = made = replace(source, name=target)
+        if step.kind == "reduce_scatter":
+            finer = ".".join((*parts_of(source.sharded), step.axis))
+            b.buffers[target] = replace(made, sharded=finer, shape=(source.numel // n,))
+        scratch = []
+        if room := kinds.of(step.kind).scratch(b.transport, source.numel, n):
+            scratch = [Ref(f"{name}.scratch")]
+            b.buffers[scratch[0].name] = Buffer(scratch[0].name, source.dtype, room, "scratch")
+        attrs: dict[str, int | str] = {"op": "sum", "divisor": divisor, "microbatch": m}
+        b.transfer(step, Ref(grad), target, why=why, scratch=scratch, **attrs)
+        return target
 
     def _flat(
-        self,
-        fn: Callable[..., torch.Tensor],
-        argument: Hashable,
-        source: str,
-        name: str,
-        why: str,
-        dtype: torch.dtype | None = None,
+        self, fn: Elementwise, source: str, name: str, why: str, dtype: torch.dtype | None = None, *args: Hashable
     ) -> str:
-        """`fn(gradients, argument)`, elementwise, of a gradient bucket into another one, or in place."""
+        """`fn(gradients, *args)`, elementwise, of a gradient bucket, or the own slice of it, into another one, or in
+        place."""
         b = self.to
         like = b.buffers[source]
-        b.buffers[name] = Buffer(name, dtype or like.dtype, like.shape, "grad", like.bucket)
-        for start, stop in self._spans(like):
-            gm = b.elementwise(fn, argument, like=replace(like, shape=(stop - start,)), dest=True)
-            b.segment("run", gm, [Ref(source, start, stop)], [Ref(name, start, stop)], why=why, flat=1)
+        b.buffers[name] = replace(like, name=name, dtype=dtype or like.dtype)
+        for ref in self._spans(like):
+            gm = b.elementwise(fn, *args, like=replace(like, shape=((ref.stop or 0) - (ref.start or 0),)), dest=True)
+            b.segment("run", gm, [ref], [replace(ref, name=name)], why=why, flat=1)
         return name
 
     def _add(self, total: str, part: str, why: str) -> None:
         b = self.to
         source = b.buffers[total]
-        for start, stop in self._spans(source):
-            gm = b.elementwise(torch.add, arity=2, like=replace(source, shape=(stop - start,)), dest=True)
-            both = [Ref(total, start, stop), Ref(part, start, stop)]
-            b.segment("run", gm, both, [Ref(total, start, stop)], why=f"add {why}", flat=1)
+        for ref in self._spans(source):
+            like = replace(source, shape=((ref.stop or 0) - (ref.start or 0),))
+            gm = b.elementwise(torch.add, arity=2, like=like, dest=True)
+            b.segment("run", gm, [ref, replace(ref, name=part)], [ref], why=f"add {why}", flat=1)
 
-    def _spans(self, gradients: Buffer) -> list[tuple[int, int]]:
-        """(start, stop) of the ranges of a gradient bucket whose leaves have a gradient, with the padding after each.
-        Leaves that are frozen or not used have none."""
+    def _spans(self, gradients: Buffer) -> list[Ref]:
+        """The ranges of a gradient bucket whose leaves have a gradient, with the padding after each: of a buffer that
+        is the slice that the rank owns, its part. Leaves that are frozen or not used have none."""
         bucket = self.to.plan.buckets[gradients.bucket or ""]
         spans: list[tuple[int, int]] = []
         for index in sorted(self.slots[bucket.name].values()):
@@ -183,7 +198,8 @@ class RegionBuilder:
             if spans and spans[-1][1] == start:
                 start = spans.pop()[0]
             spans.append((start, stop))
-        return spans
+        own = gradients.sharded == bucket.axis
+        return [Ref(gradients.name, start, stop, None, own) for start, stop in spans]
 
     def _plain(self, i: int, refs: list[Ref]) -> None:
         """Emits the sum over microbatches of the loss, an aux value or the gradient of a leaf that is not flat. Then

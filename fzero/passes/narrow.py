@@ -1,110 +1,61 @@
-"""narrow: a value is not made whole where only its own slice is read.
+"""narrow: a value is gathered only where more than the own slice of it is read.
 
-A `mine` reference to a gathered column is read from the shard; a gather that nobody else reads is dropped. An
-all-reduce of which only the own slice is read becomes a reduce-scatter: half the bytes, 1/N of the memory. Elementwise
-ops on whole ranges between them (a cast after the reduction, the sum over microbatches) make and work on the own slice
-then.
+Lowering gathers every column, and every gradient of which a rank keeps a slice, for the rest of the step, which it
+writes on whole values; `shard_update` has left of that what works on slices. A `mine` reference to what was gathered is
+read from the slice, and a gather that nobody else reads is dropped. Where all of a gradient is read its reduction gives
+all of it to every rank at once: an all-reduce is the reduce-scatter and the gather.
 
     all_gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
-    all_reduce g -> r;  run r[0:L:mine] ...           becomes   reduce_scatter g -> r;  run r[0:L:mine] ...
 
-    all_reduce g.low -> r.low;  run r.low[0:L] -> r[0:L] flat;  run r[0:L:mine] ...
-    becomes   reduce_scatter g.low -> r.low;  run r.low[0:L:mine] -> r[0:L:mine] flat;  run r[0:L:mine] ...
+    reduce_scatter g -> r;  all_gather r -> r.full;  run r.full[0:L:8x8] ...
+    becomes   all_reduce g -> r;  run r[0:L:8x8] ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from fzero.ir import rewrite
-from fzero.ir.mesh import within
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref
+from fzero.ir.records import Ref
 
 
 def narrow(program: Program) -> Program:
-    """The program without gathers and all-reduces of values of which only the own slice is read."""
-    slim = _slim(program)
-    source = {
-        op.writes[0].name: op.reads[0].name
-        for op in program.ops
-        if op.gathers and op.reads[0].name != op.writes[0].name
-    }
+    """The program without gathers of values of which only the own slice is read, or that a reduction can give."""
+    gathers = {op.target: op.reads[0].name for op in program.ops if op.gathers and op.reads[0].name != op.target}
+    reads = rewrite.reads_of(program.ops)
+    kept = {name for name in gathers if not all(ref.mine for _, ref in reads.get(name, []))}
+    whole = _whole(program, {gathers[name] for name in kept if program.buffers[name].kind == "grad"})
+    dropped = gathers.keys() - {name for name in kept if gathers[name] not in whole}
     buffers = dict(program.buffers)
+    for name in whole:
+        bucket = program.buckets[buffers[name].bucket or ""]
+        buffers[name] = replace(buffers[name], sharded=None, shape=(bucket.length,))
+    ops = []
     for op in program.ops:
-        for ref in op.writes[:1] if op.row.scattered else op.writes:
-            if ref.name in slim - source.keys():
-                buffers[ref.name] = _sliced(program, buffers, op, buffers[ref.name])
-        for scratch in op.writes[1:] if op.row.scattered and op.target in slim else ():
-            like, ranks = buffers[op.reads[0].name], program.mesh.size(str(op.axis))
-            buffers[scratch.name] = replace(buffers[scratch.name], shape=(ranks - 1, like.numel // ranks))
-    ops: list[Op] = []
-    for op in program.ops:
-        if (op.gathers or op.is_wait) and op.target in slim & source.keys():
+        if (op.gathers or op.is_wait) and op.target in dropped:
             continue
-        if op.row.scattered and op.writes[0].name in slim:
-            cut = buffers[op.target].sharded != buffers[op.reads[0].name].sharded
-            ops.append(replace(op, kind=op.row.scattered if cut else op.kind))
-            continue
-        whole_range = op.is_flat and all(ref.name in slim for ref in op.writes)
+        on_whole = op.is_flat and op.target in whole
 
-        def change(ref: Ref, whole_range: bool = bool(whole_range)) -> Ref:
-            flat = whole_range and ref.start is not None and buffers[ref.name].bucket
-            if ref.name not in slim and not flat and not ref.mine:
-                return ref
-            ref = replace(ref, name=source.get(ref.name, ref.name))
-            bucket = program.buckets[buffers[ref.name].bucket or ""]
-            finest = buffers[ref.name].sharded in (None, bucket.axis) or ref.mine
-            return replace(ref, mine=finest) if ref.start is not None and ref.shape is None else ref
+        def change(ref: Ref, on_whole: bool = on_whole) -> Ref:
+            if ref.mine or ref.name in dropped:
+                ref = replace(ref, name=gathers.get(ref.name, ref.name))
+            return replace(ref, mine=False) if on_whole and ref.name in whole else ref
 
+        if op.reduces and op.target in whole:
+            op = replace(op, kind="all_reduce")
+            ranks, numel = program.mesh.size(str(op.axis)), buffers[op.reads[0].name].numel
+            for ref in op.writes[1:]:
+                buffers[ref.name] = replace(buffers[ref.name], shape=(ranks - 1, numel // ranks))
         ops.append(rewrite.renamed(op, change))
     return rewrite.finish(program, "narrow", ops=ops, buffers=buffers)
 
 
-def _slim(program: Program) -> set[str]:
-    """The largest set of buffers of which only the own slice is ever read, if all of the set become slices. Its members
-    are gathered, reduced, or computed elementwise from other members alone."""
-    moved = {
-        op.writes[0].name
-        for op in program.ops
-        if (op.gathers and op.reads[0].name != op.writes[0].name) or op.row.scattered
-    }
-    makers: dict[str, list[Op]] = {}
-    for op in program.ops:
-        for ref in op.writes if _whole_range(program, op) else ():
-            if ref.name not in moved:
-                makers.setdefault(ref.name, []).append(op)
-    slim = moved | makers.keys()
-    reads = rewrite.reads_of(program.ops)
-    while True:
-        lost = {name for name in slim if not all(_own(program.ops[i], ref, slim) for i, ref in reads.get(name, []))}
-        lost |= {n for n in slim & makers.keys() if any(r.name not in slim for op in makers[n] for r in op.reads)}
-        if not lost:
-            return slim
-        slim -= lost
-
-
-def _whole_range(program: Program, op: Op) -> bool:
-    """Whether an op works elementwise on a whole bucket of gradients. Lowering emits such ops around reductions."""
-    return op.is_flat and all(program.buffers[ref.name].kind == "grad" for ref in op.writes)
-
-
-def _own(op: Op, ref: Ref, slim: set[str]) -> bool:
-    on_slices = op.is_flat and all(w.name in slim for w in op.writes)
-    return ref.mine or bool(on_slices) or (op.row.scattered is not None and op.target in slim)
-
-
-def _sliced(program: Program, buffers: Mapping[str, Buffer], op: Op, buffer: Buffer) -> Buffer:
-    """The slice of a gradient's buffer that remains of it: that of the op's sources, cut once more along the axis of a
-    reduction, if the bucket's slices are cut along it."""
-    bucket = program.buckets[buffer.bucket or ""]
-    axis = buffers[op.reads[0].name].sharded
-    if (
-        op.row.scattered
-        and (finer := ".".join(filter(None, (axis, op.axis))))
-        and within(bucket.axis, finer) is not None
-    ):
-        axis = finer
-    length = program.slice_length(bucket, axis) if axis else bucket.length
-    return replace(buffer, sharded=axis, shape=(length // buffer.per,))
+def _whole(program: Program, names: set[str]) -> set[str]:
+    """Of slices of gradients, with these, those that must be whole for these to be: what they are computed from element
+    by element, and what is summed into them."""
+    whole = set(names)
+    for op in reversed(program.ops):
+        if (op.reduces or op.is_flat) and op.writes[0].name in whole:
+            whole |= {ref.name for ref in op.reads if program.buffers[ref.name].sharded}
+    return whole

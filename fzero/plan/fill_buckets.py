@@ -12,6 +12,7 @@ from fzero.plan import whole_leaves
 from fzero.plan.leaf_classes import LeafClass
 from fzero.plan.pipeline_cut import layer_of
 from fzero.plan.stages import Columns, Stage, row_of
+from fzero.shard.layouts import Layout
 
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
 
@@ -22,10 +23,10 @@ def filled(
     homes: Sequence[str],
     bucket_bytes: int,
     world_size: int,
-    axes: Sequence[str],
+    batch: Layout,
 ) -> Iterator[tuple[Bucket, list[LeafClass]]]:
     """(bucket, the classes of its slots): those packed whole onto ranks, then the others. leaves: of each, one rank's
-    part by dims. homes: of each leaf. axes: those of the data, the innermost first."""
+    part by dims. homes: of each leaf. batch: how its leaves lie."""
     lead = [leaf_class.lead for leaf_class in classes]
     ordinary, packed = whole_leaves.separate(
         _groups(classes, leaves, homes),
@@ -39,9 +40,10 @@ def filled(
         starts, length = whole_leaves.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
         placed = sorted(zip(starts, members, strict=True))
         slots = [Slot(classes[c].path, start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed]
-        row = row_of(stage, axes)
+        row = row_of(stage, batch)
         bucket = Bucket(
-            name, length, tuple(slots), row.cut, bool(row.optimizer), not row.params, row.reduce_when, copy=row.copy,
+            name, length, tuple(slots), row.cut.axes, updates_slices=bool(row.rest), keeps_gathered=not row.params,
+            reduce_when=row.reduce_when, copy=row.copy.axes or None,
             layer=layer if layer != name else "", numbered=layer_of(classes[members[0]].path)[1],
         )  # fmt: skip
         yield bucket, [classes[c] for _, c in placed]

@@ -38,10 +38,8 @@ class Follows:
         ('', 'S0 over tp')
         """
         dims = self.dims or ()
-        own = [cut for cut in of_leader.cuts if cut.placement.dim in dims]
-        return Layout(
-            tuple(replace(cut, placement=replace(cut.placement, dim=dims.index(cut.placement.dim))) for cut in own)
-        )
+        own = [(cut, place) for cut, place in of_leader.dims if place.dim in dims]
+        return Layout(tuple(replace(cut, placement=replace(place, dim=dims.index(place.dim))) for cut, place in own))
 
 
 def followers(

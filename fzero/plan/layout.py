@@ -26,7 +26,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
-from fzero.ir.mesh import Mesh, parts_of
+from fzero.ir.mesh import Mesh
 from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.records import ALIGN, DEVICE, DISK, Bucket, Buffer, buffer_name
 from fzero.plan.block_scales import CODES, scales, with_scales
@@ -35,8 +35,9 @@ from fzero.plan.followers import Follows, followers
 from fzero.plan.leaf_classes import LeafClass, leaf_classes, stages_of
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
 from fzero.plan.sharded_leaves import layouts
-from fzero.plan.stages import Stage, row_of
-from fzero.plan.state_plan import Leaf, Plan, sum_axes
+from fzero.plan.stages import BucketLayout, Stage, batch_layout, row_of
+from fzero.plan.state_plan import Leaf, Plan
+from fzero.shard.layouts import Layout
 from fzero.shard.partition import P
 
 BUCKET_BYTES = 32 << 20  # where nothing was measured
@@ -65,7 +66,7 @@ def layout(
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """
-    axes = sum_axes(mesh) or [parts_of(mesh.data_axes)[-1]]
+    batch = batch_layout(mesh)
     codes_of = scales(paths, leaves, per_rank)
     apart = {i for i, path in enumerate(paths) if path in per_rank} | set(codes_of)
     flat = [i for i, leaf in enumerate(leaves) if i not in apart and _may_be_cut(leaf)]
@@ -76,7 +77,7 @@ def layout(
     classes = [replace(c, layout=layout) for c, layout in zip(classes, lies, strict=True)]
     parts = _parts(classes, leaves)
     stages = stages_of(classes, paths, zero)
-    if mesh.data_ranks > 1 and not any(is_param[i] for i in flat):
+    if batch.parts > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
     for number, leaf_class in enumerate(classes):
         lead = parts[leaf_class.members[0][1]]
@@ -87,20 +88,23 @@ def layout(
         classes = [replace(c, chunk=cut.chunk(leader.path)) for c, leader in zip(classes, led, strict=True)]
     homes = [home(path) for path in paths]
     buckets: dict[str, Bucket] = {}
+    bucket_layouts: dict[str, BucketLayout] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for bucket, members in filled(classes, parts, homes, bucket_bytes, mesh.data_ranks, axes):
+    for bucket, members in filled(classes, parts, homes, bucket_bytes, batch.parts, batch):
         chunk = members[0].chunk
         bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
-        buckets[bucket.name] = bucket
+        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, row_of(members[0].stage, batch)
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)
             kind, dtype = "param" if is_param[first] else "optimizer", leaves[first].dtype
-            sharded = _sharded(members[0], dtype, is_param[first], axes) if mesh.data_ranks > 1 else None
+            sharded = (
+                _column(bucket_layouts[bucket.name], members[0], dtype, is_param[first]).axes if batch.parts > 1 else ""
+            )
             per = ALIGN if first in codes_of else 1
             shape = ((bucket.length // mesh.size(sharded) if sharded else bucket.length) // per,)
             buffers[name] = Buffer(
-                name, dtype, shape, kind, bucket.name, sharded, per=per, space=homes[first], entry=prefix
+                name, dtype, shape, kind, bucket.name, sharded or None, per=per, space=homes[first], entry=prefix
             )
             for index, member in enumerate(members):
                 i = member.members[column][1]
@@ -110,14 +114,13 @@ def layout(
         places[i] = leaf = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
         buffers[name] = Buffer(name, leaf.dtype, leaf.shape, "state", per_rank=leaf.per_rank)
     leaves_in_order = tuple(places[i] for i in range(len(paths)))
-    return Plan(mesh.data_axes, mesh, buckets, _on_disk(buffers), leaves_in_order, cut)
+    return Plan(batch, mesh, buckets, _on_disk(buffers), leaves_in_order, cut, bucket_layouts)
 
 
-def _sharded(leaf_class: LeafClass, dtype: torch.dtype, is_param: bool, axes: Sequence[str]) -> str | None:
-    """Along which axis ranks hold slices of a column of this dtype; None: each holds all of it."""
-    row = row_of(leaf_class.stage, axes)
-    narrow = row.optimizer if leaf_class.cast.itemsize < dtype.itemsize else None
-    return (row.params or narrow) if is_param else row.optimizer
+def _column(row: BucketLayout, leaf_class: LeafClass, dtype: torch.dtype, is_param: bool) -> Layout:
+    """How a column of this dtype lies. Parameters that are gathered in fewer bits are held as what updates them is."""
+    narrow = leaf_class.cast.itemsize < dtype.itemsize
+    return row.rest if not is_param or (narrow and not row.params) else row.params
 
 
 def _on_disk(buffers: Mapping[str, Buffer]) -> dict[str, Buffer]:

@@ -1,9 +1,17 @@
-"""stages: what each ZeRO stage shards, over which data axes, and when it reduces gradients."""
+"""stages: how the values of a bucket lie over the mesh: one table for ZeRO's stages and for layouts by column.
+
+A layout of a bucket is ZeRO's: slices of the flat bucket (`Flat`) over some data axes, the inner one first. What cuts a
+leaf by its dims comes before (`Leaf.layout`): the bucket holds one rank's part of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from fzero.ir.mesh import Mesh
+from fzero.plan.wires import Wire
+from fzero.shard.layouts import WHOLE, Layout
+from fzero.shard.placements import Flat, Partial, Shard
 
 
 @dataclass(frozen=True)
@@ -23,18 +31,24 @@ Stage = int | Columns
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a stage means on a mesh. An axis, or several as one, or None for a whole column.
+class BucketLayout:
+    """How the values of a bucket lie.
 
-    cut: along which ranks own slices of a bucket. reduce_when: when a gradient bucket is reduced, as soon as it is
-    "produced" or at the "end" of the microbatch's backward.
+    params: parameters at rest. rest: the optimizer's columns at rest; each rank updates the slice that it holds.
+    grad: the gradient of a rank's part of the batch: `Partial` over the axes that it is summed over, in that order.
+    cut: along which ranks own slices: `rest`, and where every rank updates all of it all axes of `grad`.
+    copy: of the second copy of the parameters; `WHOLE` where none is kept.
+    reduce_when: when the gradient is reduced, as soon as it is "produced" or at the "end" of the microbatch's backward.
+    wire: how the gradient travels; None: in the dtype that the precision of its loss says.
     """
 
-    params: str | None
-    optimizer: str | None
-    cut: str
-    reduce_when: str
-    copy: str | None = None
+    params: Layout
+    rest: Layout
+    grad: Layout
+    cut: Layout
+    copy: Layout = WHOLE
+    reduce_when: str = "produced"
+    wire: Wire | None = None
 
 
 def shards_params(stage: Stage) -> bool:
@@ -42,25 +56,45 @@ def shards_params(stage: Stage) -> bool:
     return stage == 3 if isinstance(stage, int) else bool(stage.params)
 
 
-def row_of(stage: Stage, axes: Sequence[str]) -> Row:
-    """The row of a stage on data axes, the innermost first.
+def batch_layout(mesh: Mesh) -> Layout:
+    """How a leaf of the batch lies: each rank of the data axes is given an equal part of its rows.
 
-    >>> row_of(1, ["dp"])
-    Row(params=None, optimizer='dp', cut='dp', reduce_when='end', copy=None)
-    >>> row_of(Columns(("dp",), ("dp",), ("dp", "dp_out")), ["dp", "dp_out"]).optimizer
-    'dp.dp_out'
+    >>> str(batch_layout(Mesh((("dp_out", 2), ("dp", 2), ("tp", 2)))))
+    'S0 over dp_out, S0 over dp'
     """
-    every = ".".join(axes)
+    return Layout.over(mesh, mesh.data_axes, Shard(0))
+
+
+def gradient(batch: Layout) -> Layout:
+    """How the gradient of leaves lies that every rank uses whole, or in equal parts by dims, on its part of a batch: it
+    is the sum over all axes that cut the batch, the innermost first.
+
+    >>> str(gradient(batch_layout(Mesh((("dp_out", 2), ("dp", 2), ("tp", 2))))))
+    'P over dp, P over dp_out'
+    """
+    return Layout(tuple(replace(cut, placement=Partial()) for cut in reversed(batch.cuts) if cut.n > 1))
+
+
+def row_of(stage: Stage, batch: Layout) -> BucketLayout:
+    """The row of a stage, for a batch that lies so.
+
+    >>> batch = batch_layout(Mesh((("dp_out", 2), ("dp", 2))))
+    >>> row = row_of(1, batch)
+    >>> str(row.params), str(row.rest), str(row.grad), row.reduce_when
+    ('', 'F over dp, F over dp_out', 'P over dp, P over dp_out', 'end')
+    >>> row = row_of(Columns(("dp",), ("dp",), ("dp", "dp_out")), batch)
+    >>> row.params.axes, row.rest.axes, row.reduce_when
+    ('dp', 'dp.dp_out', 'produced')
+    """
+    grad = gradient(batch)
+    every = Layout(tuple(replace(cut, placement=Flat()) for cut in grad.cuts or batch.cuts[-1:]))
     if isinstance(stage, int):
-        table = {
-            0: Row(None, None, every, "produced"),
-            1: Row(None, every, every, "end"),
-            2: Row(None, every, every, "produced"),
-            3: Row(every, every, every, "produced"),
-        }
-        return table[stage]
-    params, grads, optimizer, copy = (
-        ".".join(axis for axis in axes if axis in column) or None
+        params, rest, when = (
+            (WHOLE, WHOLE, "produced"), (WHOLE, every, "end"), (WHOLE, every, "produced"), (every, every, "produced")
+        )[stage]  # fmt: skip
+        return BucketLayout(params, rest, grad, every, reduce_when=when)
+    params, grads, rest, copy = (
+        Layout(tuple(cut for cut in every.cuts if cut.axis in column))
         for column in (stage.params, stage.grads, stage.optimizer, stage.copy)
     )
-    return Row(params, optimizer, optimizer or every, "produced" if grads or not optimizer else "end", copy)
+    return BucketLayout(params, rest, grad, rest or every, copy, "produced" if grads or not rest else "end")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 from fzero.ir.records import Bucket, Buffer, Ref
 from fzero.plan.pipeline_cut import Cut, layer_of
+from fzero.plan.stages import BucketLayout
 from fzero.shard.layouts import WHOLE, Layout
+from fzero.shard.placements import Flat
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,21 @@ class Leaf:
 class Plan:
     """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf.
 
-    axis: the data axes, over which the batch is split, as one. cut: the chunks of a pipeline, if any.
+    batch: how its leaves lie. cut: the chunks of a pipeline, if any. bucket_layouts: how the values of each bucket lie.
     """
 
-    axis: str
+    batch: Layout
     mesh: Mesh
     buckets: Mapping[str, Bucket]
     buffers: Mapping[str, Buffer]
     leaves: tuple[Leaf, ...]
     cut: Cut | None = None
+    bucket_layouts: Mapping[str, BucketLayout] = field(default_factory=dict)
+
+    @property
+    def axis(self) -> str:
+        """The axes that the batch is split over, as one."""
+        return self.batch.axes
 
     @property
     def world_size(self) -> int:
@@ -56,13 +64,8 @@ class Plan:
 
     @property
     def data_ranks(self) -> int:
-        """Among how many ranks the batch is split, and a gradient is summed."""
-        return self.mesh.data_ranks
-
-    @property
-    def sum_axes(self) -> list[str]:
-        """The data axes with several ranks, in the order in which a gradient is summed: the innermost first."""
-        return sum_axes(self.mesh)
+        """Among how many ranks the batch is split."""
+        return self.batch.parts
 
     @property
     def finest(self) -> str:
@@ -73,8 +76,11 @@ class Plan:
         """The ranks that together hold a buffer once, in the order of its slices; of equal ranks the first."""
         role = self.role_of(buffer)
         first = 0 if role is None else self.mesh.peers(0, PIPELINE)[role]
-        axis = self.axis if buffer.per_rank else buffer.sharded
-        return self.mesh.peers(first, axis) if axis else [first]
+        return self.mesh.peers(first, self.column(buffer).axes)
+
+    def column(self, buffer: Buffer) -> Layout:
+        """How all of a buffer of the state lies: in slices of its bucket, or one of each rank's own of all, stacked."""
+        return self.batch if buffer.per_rank else Layout.over(self.mesh, buffer.sharded, Flat())
 
     def held_by(self, rank: int) -> dict[str, Buffer]:
         """The state's buffers on a rank: all of them, or those of its role in a pipeline and those in no bucket."""
@@ -116,8 +122,3 @@ class Plan:
                 used = sum(math.prod(bucket.place(i, b.per)[2]) for i in range(len(bucket.slots)))
                 pads[b.name] = (bucket.length // b.per - used) * b.dtype.itemsize
         return {name: size for name, size in pads.items() if size}
-
-
-def sum_axes(mesh: Mesh) -> list[str]:
-    """The data axes with several ranks, in the order in which a gradient is summed: the innermost first."""
-    return [axis for axis in reversed(parts_of(mesh.data_axes)) if mesh.size(axis) > 1]

@@ -35,7 +35,9 @@ from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
 from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
-from fzero.shard.placements import join
+from fzero.shard.layouts import WHOLE, Layout
+from fzero.shard.moves import transitions
+from fzero.shard.placements import Flat, join
 from fzero.spec import Spec
 from fzero.state.homes import Homes
 from fzero.state.host_memory import host_memory
@@ -304,25 +306,27 @@ class Session:
             columns.setdefault(leaf.buffer, []).append(i)
         for name, members in columns.items():
             buffer = self.plan.buffers[name]
-            column = self._lent(buffer, self._gathered(buffer, leaves[members[0]].per_rank))
+            column = self._lent(buffer, self._gathered(buffer))
             for i in members:
                 part = self._cut(leaves[i], column)
-                wholes[i] = self._joined(leaves[i], part) if joined else part
+                wholes[i] = self._whole(leaves[i].buffer, part, leaves[i].layout) if joined else part
         return [wholes[i] for i in range(len(leaves))]
 
-    def _gathered(self, buffer: Buffer, per_rank: bool) -> torch.Tensor:
+    def _gathered(self, buffer: Buffer) -> torch.Tensor:
         """A whole column of the state, 1-D: uninitialised where this rank's role does not hold it."""
-        ranks = self.plan.data_ranks if per_rank else self.plan.mesh.size(buffer.sharded) if buffer.sharded else 1
+        lies = self.plan.column(buffer)
         if buffer.name not in self.memory:
-            return torch.empty(buffer.numel * ranks, dtype=buffer.dtype, device=self.device)
-        own = self.memory[buffer.name].reshape(-1).to(self.device)
-        axes = [self.plan.axis] if per_rank else reversed(parts_of(buffer.sharded))  # the outermost first
-        for axis in axes:
-            if (size := self.plan.mesh.size(axis)) > 1:
-                whole = own.new_empty(own.numel() * size)
-                self._move(make_op("all_gather", [Ref(buffer.name)], [Ref("unshard")], axis=axis), [own, whole])
-                own = whole
-        return own
+            return torch.empty(buffer.numel * lies.parts, dtype=buffer.dtype, device=self.device)
+        return self._whole(buffer.name, self.memory[buffer.name].reshape(-1).to(self.device), lies)
+
+    def _whole(self, name: str, part: torch.Tensor, lies: Layout) -> torch.Tensor:
+        """All of a value that lies in parts so, of which this rank has one; over one axis at a time."""
+        for step in transitions(lies, WHOLE):
+            for axis in reversed(parts_of(step.axis)):  # the inner cut first
+                parts = part.new_empty((self.plan.mesh.size(axis), *part.shape))
+                self._move(make_op(step.kind, [Ref(name)], [Ref("unshard")], axis=axis), [part, parts])
+                part = parts.view(-1) if isinstance(step.source, Flat) else join(list(parts), step.source)
+        return part
 
     def _lent(self, buffer: Buffer, column: torch.Tensor) -> torch.Tensor:
         """The column on every rank, once the role that holds it has sent it to the others."""
@@ -352,14 +356,6 @@ class Session:
         buffer = self.plan.buffers[leaf.buffer]
         start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per)
         return column[start // buffer.per : stop // buffer.per].view(leaf.local_shape).clone()
-
-    def _joined(self, leaf: Leaf, part: torch.Tensor) -> torch.Tensor:
-        """A whole leaf, from the parts of all ranks along the axes that cut it."""
-        for cut in reversed(leaf.layout.cuts):
-            parts = part.new_empty((cut.n, *part.shape))
-            self._move(make_op("all_gather", [Ref(leaf.buffer)], [Ref("unshard")], axis=cut.axis), [part, parts])
-            part = join(list(parts), cut.placement)
-        return part
 
 
 def session_of(state: State) -> Session:

@@ -12,7 +12,7 @@ from fzero.ir import fx_nodes
 from fzero.shard import ops
 from fzero.shard.claims import Claim, claim
 from fzero.shard.local_forms import traced
-from fzero.shard.moves import VIEWS, Move, wire_bytes
+from fzero.shard.moves import VIEWS, Move, Transition, transition, wire_bytes
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy
 
@@ -107,24 +107,8 @@ class LocalGraph:
     def _moved(self, mine: fx.Node, source: Placement, want: Placement, x: fx.Node) -> fx.Node:
         """Writes a transfer. The dims of its result lie in memory in the order that the global value has: views after
         it count on that."""
-        if isinstance(source, Partial) and isinstance(want, Replicated):
-            base = self._owned(mine, x)
-            done = self.node(ops.ALL_REDUCE, (base, self.axis, self.n, source.how), {}, x)
-            if base.meta["val"].shape != mine.meta["val"].shape:
-                done = self._view(done, mine.meta["val"].shape, x)
-        elif isinstance(source, Partial) and isinstance(want, Shard):
-            shape = list(local_shape(mine.meta["val"].shape, want, self.n))
-            done = self.node(ops.REDUCE_SCATTER, (self._parts(mine, want, x), self.axis, self.n, shape), {}, x)
-        elif isinstance(source, Shard):
-            if isinstance(want, Shard):
-                target, given = ops.ALL_TO_ALL, self._parts(mine, want, x)
-            else:
-                target, given = ops.ALL_GATHER, self._owned(mine, x)
-            done = self._joined(target, given, source, local_shape(mine.meta["val"].shape, want, self.n), x)
-        elif isinstance(want, Shard):
-            done = self.node(ops.OWN_PART, (mine, self.rank, self.n, want.dim, want.groups), {}, x)
-        else:
-            raise AssertionError(f"{source} is never brought to {want}")
+        (step,) = transition(source, want, self.axis)
+        done = self._transferred(step, mine, x)
         order = _memory_order(x.meta["val"])
         if order == sorted(order):
             return done
@@ -132,6 +116,25 @@ class LocalGraph:
         done = self.node(aten.permute.default, (done, order), {}, x)
         done = self.node(aten.clone.default, (done,), {"memory_format": torch.contiguous_format}, x)
         return self.node(aten.permute.default, (done, back), {}, x)
+
+    def _transferred(self, step: Transition, mine: fx.Node, x: fx.Node) -> fx.Node:
+        shape, over = mine.meta["val"].shape, (self.axis, self.n)
+        match step:
+            case Transition("all_reduce", _, Partial(how)):
+                base = self._owned(mine, x)
+                done = self.node(ops.ALL_REDUCE, (base, *over, how), {}, x)
+                return done if base.meta["val"].shape == shape else self._view(done, shape, x)
+            case Transition("reduce_scatter", _, _, Shard() as want):
+                part = list(local_shape(shape, want, self.n))
+                return self.node(ops.REDUCE_SCATTER, (self._parts(mine, want, x), *over, part), {}, x)
+            case Transition("all_to_all", _, Shard() as source, Shard() as want):
+                part = list(local_shape(shape, want, self.n))
+                return self._joined(ops.ALL_TO_ALL, self._parts(mine, want, x), source, part, x)
+            case Transition("all_gather", _, Shard() as source):
+                return self._joined(ops.ALL_GATHER, self._owned(mine, x), source, shape, x)
+            case Transition("own_part", _, _, Shard() as want):
+                return self.node(ops.OWN_PART, (mine, self.rank, self.n, want.dim, want.groups), {}, x)
+        raise AssertionError(f"{step} is no transfer of a value that lies in parts by its dims")
 
     def _owned(self, mine: fx.Node, x: fx.Node) -> fx.Node:
         """A contiguous value with memory of its own and the elements of `mine` in order: what a transfer reads."""

@@ -1,11 +1,15 @@
-"""moves: what it takes to bring a value from one placement to another: the transfer, its bytes, and what is refused."""
+"""moves: what it takes to bring a value from one placement to another: the transfers, their bytes, what is refused.
+
+`transition` is the one place that says which transfer does that, over one axis; `transitions` over all axes of a mesh.
+Lowering, the local graph of a model axis and a session's gathers write what these say.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +19,8 @@ from fzero.errors import SpecError
 from fzero.ir import fx_nodes
 from fzero.ir.records import DTYPE_NAMES
 from fzero.shard.factors import Call
-from fzero.shard.placements import Partial, Placement, Replicated, Shard
+from fzero.shard.layouts import Layout
+from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard
 from fzero.shard.rules import Unknown, strategies
 
 aten = torch.ops.aten
@@ -53,19 +58,78 @@ class Move:
         return f"{self.kind:14} {DTYPE_NAMES[self.dtype]:5} {self.nbytes:12,.0f} bytes  {self.why}"
 
 
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One collective over an axis, or over several as one; "own_part" takes a part of what is there, without one."""
+
+    kind: str
+    axis: str
+    source: Placement
+    target: Placement
+
+
+KINDS: dict[tuple[type, type], str] = {
+    (Partial, Replicated): "all_reduce",
+    (Partial, Shard): "reduce_scatter",
+    (Partial, Flat): "reduce_scatter",
+    (Shard, Replicated): "all_gather",
+    (Flat, Replicated): "all_gather",
+    (Shard, Shard): "all_to_all",
+    (Replicated, Shard): "own_part",
+    (Replicated, Flat): "own_part",
+}
+
+
+def transition(source: Placement, target: Placement, axis: str) -> tuple[Transition, ...]:
+    """The transfers that bring a value from one placement over an axis to another: none, one, or two by way of all of
+    it. Raises AssertionError for a target that is a sum which is missing: no transfer makes one.
+
+    >>> [step.kind for step in transition(Partial(), Flat(), "dp")]
+    ['reduce_scatter']
+    >>> [step.kind for step in transition(Shard(0), Shard(0, groups=3), "tp")]
+    ['all_gather', 'own_part']
+    """
+    if source == target:
+        return ()
+    assert not isinstance(target, Partial), f"{source} is never brought to {target}"
+    if (type(source), type(target)) not in KINDS or (isinstance(target, Shard) and by_way_of_whole(source, target)):
+        return transition(source, Replicated(), axis) + transition(Replicated(), target, axis)
+    return (Transition(kind_of(source, target), axis, source, target),)
+
+
+def transitions(source: Layout, target: Layout) -> tuple[Transition, ...]:
+    """The transfers that bring a value from one layout to another. First the sums, in the order in which `source` has
+    them, each to what `target` keeps of it. Then the other axes of `source`, the inner cut first, ZeRO's slices along
+    several axes as one. Then parts are taken along the axes that `target` alone has.
+
+    >>> from fzero.ir.mesh import Mesh
+    >>> mesh = Mesh((("dp_out", 2), ("dp", 2)))
+    >>> grad, rest = (Layout.over(mesh, "dp.dp_out", p) for p in (Partial(), Flat()))
+    >>> [(step.kind, step.axis) for step in transitions(grad, Layout(rest.cuts[:1]))]
+    [('reduce_scatter', 'dp'), ('all_reduce', 'dp_out')]
+    >>> [(step.kind, step.axis) for step in transitions(rest, Layout())]
+    [('all_gather', 'dp.dp_out')]
+    """
+    steps: list[Transition] = []
+    others = [cut for cut in reversed(source.cuts) if not isinstance(cut.placement, Partial)]
+    for cut in (*source.partial.cuts, *others):
+        for step in transition(cut.placement, target.on(cut.axis), cut.axis) if cut.n > 1 else ():
+            if steps and (step.source, step.target) == (steps[-1].source, steps[-1].target) == (Flat(), Replicated()):
+                step = replace(step, axis=f"{step.axis}.{steps.pop().axis}")
+            steps.append(step)
+    named = {cut.axis for cut in source.cuts}
+    for cut in target.cuts:
+        steps += transition(Replicated(), cut.placement, cut.axis) if cut.n > 1 and cut.axis not in named else ()
+    return tuple(steps)
+
+
 def kind_of(source: Placement, want: Placement) -> str:
-    """The transfer from one placement to another; "" where they are equal."""
-    if source == want:
-        return ""
-    if isinstance(source, Partial):
-        return "all_reduce" if isinstance(want, Replicated) else "reduce_scatter"
-    if isinstance(source, Replicated):
-        return "own_part"
-    return "all_gather" if isinstance(want, Replicated) else "all_to_all"
+    """The transfer from one placement to another, where it is one; "" where they are equal."""
+    return "" if source == want else KINDS[type(source), type(want)]
 
 
 def by_way_of_whole(source: Placement, want: Shard) -> bool:
-    """Whether there is no transfer: a maximum has no reduce_scatter, and parts of one dim are not cut anew."""
+    """Whether no one transfer does it: a maximum has no reduce_scatter, and parts of one dim are not cut anew."""
     if isinstance(source, Partial):
         return source.how != "sum"
     return isinstance(source, Shard) and source.dim == want.dim

@@ -97,11 +97,12 @@ class P(tuple[object, ...]):
         lies = Layout(tuple(AxisCut(axis, n, place[axis]) for axis, n in mesh.model_axes if axis in place))
         for d in range(len(self)):
             own = [axis for axis, cut in self.cuts if cut.dim == d and mesh.size(axis) > 1]
-            if (right := [cut.axis for cut in lies.cuts if cut.placement.dim == d]) != own:
+            if (right := [cut.axis for cut, where in lies.dims if where.dim == d]) != own:
                 raise SpecError(f"shard: {path} as {self}: the mesh has these axes in the order {right}: name them so")
         for d, size in enumerate(shape):
-            mine = [cut for cut in lies.cuts if cut.placement.dim == d]
-            parts = math.prod(cut.n for cut in mine) * max((cut.placement.groups for cut in mine), default=1)
+            mine = [cut for cut, where in lies.dims if where.dim == d]
+            parts = math.prod(cut.n for cut in mine)
+            parts *= max((where.groups for _, where in lies.dims if where.dim == d), default=1)
             if len(mine) > 1 and size % parts:
                 over = " x ".join(f"{cut.axis}={cut.n}" for cut in mine)
                 raise SpecError(

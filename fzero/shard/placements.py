@@ -7,6 +7,7 @@
 | `Shard(0, groups=3)` | `S0/3` | its part of each third of dim 0, one after the other | each third joined |
 | `Partial()` | `P` | an addend of the same shape | the sum over ranks |
 | `Partial("max")` | `Pmax` | a candidate of the same shape | the maximum over ranks |
+| `Flat()` | `F` | one of n equal stretches of its elements (ZeRO) | the stretches, joined |
 
 Groups express two things. A fused weight holds q, k and v in one dim: groups=3 gives each rank its heads of all three.
 A dim (a, b) flattened to one, of which b is sharded, is groups=a.
@@ -16,6 +17,7 @@ The functions here work on real tensors, in one process. They are the meaning of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +67,15 @@ class Partial:
         return "P" if self.how == "sum" else f"P{self.how}"
 
 
-Placement = Replicated | Shard | Partial
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A rank holds one of n equal stretches of the value's elements, whatever its dims: ZeRO's slice of a bucket."""
+
+    def __str__(self) -> str:
+        return "F"
+
+
+Placement = Replicated | Shard | Partial | Flat
 
 
 def split(whole: torch.Tensor, placement: Placement, n: int) -> list[torch.Tensor]:
@@ -93,16 +103,18 @@ def own_part(whole: torch.Tensor, placement: Placement, n: int, place: int) -> t
     >>> own_part(torch.arange(12), Shard(0, groups=3), 2, 1).tolist()
     [2, 3, 6, 7, 10, 11]
     """
-    if not isinstance(placement, Shard):
+    if not isinstance(placement, Shard | Flat):
         return whole
     local_shape(whole.shape, placement, n)
+    if isinstance(placement, Flat):
+        return whole.reshape(n, -1)[place]
     dim = placement.dim
     seen = whole.unflatten(dim, (placement.groups, n, whole.shape[dim] // (placement.groups * n)))
     return seen.select(dim + 1, place).flatten(dim, dim + 1)
 
 
 def join(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
-    """The value whose parts on the ranks, in rank order, are given. Sums are taken in rank order.
+    """The value whose parts on the ranks, in rank order, are given. Sums are taken in rank order. Of `Flat` it is 1-D.
 
     >>> join([torch.tensor([1, 2]), torch.tensor([3, 4])], Partial()).tolist()
     [4, 6]
@@ -116,6 +128,8 @@ def join(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor:
         for part in parts[1:]:
             value = _JOINS[placement.how](value, part)
         return value
+    if isinstance(placement, Flat):
+        return torch.cat([part.reshape(-1) for part in parts])
     dim, groups = placement.dim, placement.groups
     seen = [part.unflatten(dim, (groups, part.shape[dim] // groups)) for part in parts]
     return torch.stack(seen, dim + 1).flatten(dim, dim + 2)
@@ -131,6 +145,10 @@ def local_shape(shape: Sequence[int], placement: Placement, n: int) -> tuple[int
     >>> local_shape((4, 12), Partial(), 2)
     (4, 12)
     """
+    if isinstance(placement, Flat):
+        if (size := math.prod(shape)) % n:
+            raise SpecError(f"{n} ranks need equal stretches: {size} elements of a value of shape {tuple(shape)}")
+        return (size // n,)
     if not isinstance(placement, Shard):
         return tuple(shape)
     dim, groups = placement.dim, placement.groups

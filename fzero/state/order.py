@@ -35,8 +35,8 @@ class DimCut:
 
 
 def cuts(layout: Layout) -> tuple[DimCut, ...]:
-    """The cuts of a layout, without the names of its axes: the outer one first."""
-    return tuple(DimCut(cut.placement.dim, cut.placement.groups, cut.n) for cut in layout.cuts)
+    """The cuts of dims of a layout, without the names of its axes: the outer one first."""
+    return tuple(DimCut(place.dim, place.groups, cut.n) for cut, place in layout.dims)
 
 
 @dataclass(frozen=True, slots=True)

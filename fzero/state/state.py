@@ -150,15 +150,15 @@ class ShardedTensor:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        axes, cuts = self.runtime.plan.mesh, self.leaf.layout.cuts
-        if any(cut.placement.groups > 1 for cut in cuts):
+        axes, cuts = self.runtime.plan.mesh, self.leaf.layout.dims
+        if any(place.groups > 1 for _, place in cuts):
             cuts = ()
         local = self.runtime.whole([self], joined=not cuts)[0]
         if self.runtime.world_size == 1 and not torch.distributed.is_initialized():
             raise FzeroError("to_dtensor needs a process group, which a world of one has not: use full()")
         sizes = tuple(size for _, size in axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=axes.names)
-        dim_of = {cut.axis: cut.placement.dim for cut in cuts}
+        dim_of = {cut.axis: place.dim for cut, place in cuts}
         lies = [Shard(dim_of[name]) if name in dim_of else Replicate() for name in axes.names]
         return DTensor.from_local(local, mesh, lies)
 

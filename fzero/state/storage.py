@@ -143,7 +143,7 @@ def span(plan: Plan, leaf: Leaf, rank: int) -> tuple[int, int]:
     """The elements [start, stop) of a leaf that a rank of its role holds, in the leaf's `order`."""
     if leaf.slot is None:
         numel = torch.Size(leaf.shape).numel()
-        start = plan.mesh.coordinate(rank, plan.axis) * numel if leaf.per_rank else 0
+        start = plan.column(plan.buffers[leaf.buffer]).place(plan.mesh, rank) * numel
         return start, start + numel
     there, before = piece(plan, leaf, rank)[1], first(plan, leaf, rank)
     return before + there.start, before + there.stop

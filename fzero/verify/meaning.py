@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
+from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
+from fzero.ir.recorder import record
 from fzero.ir.records import SlotKey
 from fzero.plan.state_plan import Plan
+from fzero.plan.wires import Wire
 from fzero.verify.terms import Term, apply, digest, evaluate, metric, part, reduced, term
 
 aten = torch.ops.aten
@@ -84,7 +88,7 @@ def _region_terms(
     region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
     inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     places = _gradients_in_buckets(region, inputs, leaf_nodes, plan)
-    n, k = plan.data_ranks, region.microbatches
+    k = region.microbatches
     runs = []
     for m in range(k):
         feed = [_micro(values[x], x.meta["val"], m, k) if cut else values[x]
@@ -102,11 +106,13 @@ def _region_terms(
         for user in pick.users:
             if user.target is torch.ops.fzero.reduce.default and user.args[1] == how:
                 axis = str(user.args[2])
+                n = plan.mesh.size(axis)
                 divisor = 1 if summed else n * k
                 if index not in places:
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    inner, *outer = _travelled(plan, divisor, region.values[index].dtype, region.wire.get(index))
+                    coders = _coders(plan.bucket_layouts[places[index][0]].wire, region, index)
+                    inner, *outer = _travelled(plan, axis, divisor, coders)
                     value = _sum([inner(p) for p in parts]) if reduce == "each" else inner(_sum(parts))
                     for over in outer:
                         value = over(value)
@@ -116,19 +122,46 @@ def _region_terms(
     return folded
 
 
-def _travelled(plan: Plan, divisor: int, dtype: torch.dtype, wire: torch.dtype | None) -> list[Callable[[Any], Any]]:
-    """The sums of a gradient over each data axis, the innermost first, in the dtype it travels in. The last divides."""
+Coders = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
-    def over(value: Any, axis: str) -> Any:
-        world = plan.mesh.size(axis) if axis else 1
-        narrow = wire is not None and wire is not dtype and world > 1
-        value = apply(aten._to_copy.default, (value,), {"dtype": wire}) if narrow else value
-        value = reduced(value, "sum", axis, world, divisor if axis == last else 1)
-        return apply(aten._to_copy.default, (value,), {"dtype": dtype}) if narrow else value
 
-    axes = plan.sum_axes or [""]
+def _coders(wire: Wire | None, region: Region, index: int) -> Coders | None:
+    """What a rank makes of a gradient before it is sent, and of the sum: by the wire that its bucket has, else casts to
+    the dtype that the region says and back. None where it travels as it is."""
+    value = region.values[index]
+    if wire is not None:
+        coded = wire.encode(value)
+        return partial(_elementwise, wire.encode, value), partial(_elementwise, wire.decode, coded)
+    travels = region.wire.get(index, value.dtype)
+    if travels is value.dtype:
+        return None
+
+    def cast(dtype: torch.dtype) -> Callable[[Any], Any]:
+        return lambda term: apply(aten._to_copy.default, (term,), {"dtype": dtype})
+
+    return cast(travels), cast(value.dtype)
+
+
+def _elementwise(fn: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor, value: Any) -> Any:
+    """The term of a function of tensors of one form."""
+    with FakeTensorMode():
+        gm = record(lambda x: [fn(x)], [torch.empty(like.shape, dtype=like.dtype)])
+    return evaluate(gm, [value])[0][0]
+
+
+def _travelled(plan: Plan, axis: str, divisor: int, coders: Coders | None) -> list[Callable[[Any], Any]]:
+    """The sums of a gradient over each of the axes that the step reduces it over, the innermost first, coded for each.
+    The last divides."""
+
+    def over(value: Any, name: str) -> Any:
+        world = plan.mesh.size(name) if name else 1
+        value = coders[0](value) if coders and world > 1 else value
+        value = reduced(value, "sum", name, world, divisor if name == last else 1)
+        return coders[1](value) if coders and world > 1 else value
+
+    axes = [name for name in reversed(parts_of(axis)) if plan.mesh.size(name) > 1] or [""]
     last = axes[-1]
-    return [partial(over, axis=axis) for axis in axes]
+    return [partial(over, name=name) for name in axes]
 
 
 def _micro(value: Any, like: torch.Tensor, m: int, k: int) -> Term:

@@ -282,6 +282,7 @@ class _Typing:
             return source.how, frozenset((r, _flat(spot, shape)) for r in range(self.n))
         if isinstance(source, Replicated):
             return "", frozenset({(rank, _flat(spot, shape))})
+        assert isinstance(source, Shard), f"{source} is no placement of a value by its dims"
         dim, groups = source.dim, source.groups
         own = shape[dim] // (groups * self.n)
         group, rest = divmod(spot[dim], own * self.n)

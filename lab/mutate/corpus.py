@@ -24,6 +24,7 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.program import Level, Program
 from fzero.ir.records import Buffer, Op, Ref, make_op
 from fzero.passes import optimise
+from fzero.plan.stages import batch_layout
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.spec import Spec
 from fzero.state import storage
@@ -277,7 +278,8 @@ def relay(world: int, generator: torch.Generator) -> Case:
         mesh, passes = Mesh((("dp", world),)), ("lower", "prefetch", "free")
         program = Program(mesh, {}, buffers, tuple(ops), {}, passes=passes, level=Level.FREED, segments=pool)
         programs[rank] = replace(program, meaning=program_meaning(program))
-    plan = Plan("dp", Mesh((("dp", world),)), {}, {n: buffers[n] for n in ("x", "y")},
+    mesh = Mesh((("dp", world),))
+    plan = Plan(batch_layout(mesh), mesh, {}, {n: buffers[n] for n in ("x", "y")},
                 tuple(Leaf(n, (8,), torch.float32, n) for n in ("x", "y")))  # fmt: skip
     memory = [{n: torch.randn(8, generator=generator) for n in ("x", "y")} for _ in range(world)]
     return Case(f"relay world={world}", plan, programs, memory)

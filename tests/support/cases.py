@@ -20,7 +20,7 @@ from fzero.compile.state_recipe import recipe_for
 from fzero.compile.step import fakes_on
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket
-from fzero.plan.stages import row_of
+from fzero.plan.stages import batch_layout, row_of
 from fzero.plan.state_plan import Plan
 from fzero.training import training_of
 
@@ -184,8 +184,8 @@ def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> dict[str, torch
 def stage_of(bucket: Bucket) -> int:
     """The ZeRO stage whose row of the plan's table a bucket has."""
     facts = bucket.updates_slices, not bucket.keeps_gathered, bucket.reduce_when
-    rows = {stage: row_of(stage, [bucket.axis]) for stage in range(4)}
-    return next(n for n, row in rows.items() if (bool(row.optimizer), bool(row.params), row.reduce_when) == facts)
+    rows = {stage: row_of(stage, batch_layout(mesh_of(spec(), 2))) for stage in range(4)}
+    return next(n for n, row in rows.items() if (bool(row.rest), bool(row.params), row.reduce_when) == facts)
 
 
 def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:

@@ -1,0 +1,39 @@
+"""wires: how a gradient travels between ranks: the one record that a codec is.
+
+What a codec rounds off is part of what the step means: `fzero.verify.meaning` writes a wire's functions into the
+meaning, and lowering into the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Elementwise = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Each rank encodes what it sends, ranks add what is encoded, and the sum is decoded.
+
+    name: in the reasons of ops. dtype: of what travels. encode, decode: elementwise functions of a tensor of any number
+    of elements, each a pure function of module level or a frozen record, so that equal wires have equal programs;
+    `decode` gives the gradient's dtype.
+    """
+
+    name: str
+    dtype: torch.dtype
+    encode: Elementwise
+    decode: Elementwise
+
+
+@dataclass(frozen=True)
+class CastTo:
+    """The function that casts a tensor."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype)
