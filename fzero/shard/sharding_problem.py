@@ -51,7 +51,7 @@ class ShardingProblem:
         return self.ends is not None and str(node.target) == "fzero.region.default"
 
     def is_free(self, node: fx.Node) -> bool:
-        """Whether a strategy is to be chosen for a call: not where the user places a value (`fzero::constrain`), and not
+        """Whether a strategy is to be chosen for a call: not where the user places a value (`constrain`), and not
         for one of several results."""
         return node.target is not operator.getitem and not constrains(node, self.axis)
 
