@@ -95,6 +95,16 @@ def test_choices_that_nothing_can_be_written_of() -> None:
         write(problem, {mm: whole, relu: ChosenStrategy(Strategy((P,), (P,)))})
 
 
+def test_groups_of_groups_are_known_to_the_judge() -> None:
+    """Two pieces of a dim, each in two groups: the dim is in four, of which the judge knew two times four alone."""
+    draft = Draft()
+    x = draft.input(8, 8, dtype=torch.float64)
+    pieces = draft.call(aten.split.Tensor, x, 4)
+    gm = draft.returning(draft.call(operator.getitem, pieces, 0))
+    chosen = {pieces: ChosenStrategy(Strategy((Shard(0, 4),), (Shard(0, 2), Shard(0, 2))))}
+    proven(gm, write(problem_of(gm, [R], [R]), chosen))
+
+
 # --- any chooser ------------------------------------------------------------------------------------------------------
 
 Draw = Callable[[int], int]  # a number below another

@@ -1,4 +1,4 @@
-"""lockstep: a graph that `fzero.shard.propagate` wrote, run for all ranks in one process, node by node."""
+"""lockstep: a graph that `fzero.shard` wrote, run for all ranks in one process, node by node."""
 
 from __future__ import annotations
 
