@@ -18,7 +18,9 @@ from fzero.ir.program import Program
 from fzero.lowering.build import build
 from fzero.lowering.localise import Proposal, Sharding, localise, reads_rank, settled, unconstrained
 from fzero.plan.state_plan import Plan
+from fzero.shard.choose_strategies import cheapest
 from fzero.shard.placements import Placement, Replicated
+from fzero.shard.sharding_problem import Chooser
 from fzero.verify.meaning import graph_meaning
 from fzero.verify.regrouped import check_regrouped
 from fzero.verify.sharding import check_sharding
@@ -30,16 +32,18 @@ def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2
     return replace(program, meaning=graph_meaning(graph, plan, reduce, program))
 
 
-def local_step(graph: Graph, plan: Plan, sequence: str | None = None) -> tuple[Graph, Sharding | None]:
+def local_step(
+    graph: Graph, plan: Plan, sequence: str | None = None, choose: Chooser = cheapest
+) -> tuple[Graph, Sharding | None]:
     """(the graph of one rank, how it lies), proven, axis by axis; the graph as it is where no axis cuts values by dims.
 
-    sequence: the axis over which sums lie in parts along dim 1.
+    sequence: the axis over which sums lie in parts along dim 1. choose: a strategy for each op.
 
     Raises as `localise`, and VerifyError for a graph that computes something else."""
     axes = [axis for axis, _ in plan.mesh.model_axes]
     graph, sharding = unconstrained(graph, axes), None
     for axis in axes:
-        made = localise(graph, plan, axis, sequence == axis)
+        made = localise(graph, plan, axis, sequence == axis, choose)
         _check(graph, made, plan)
         sharding = replace(settled(made, plan), before=sharding)
         graph = sharding.local

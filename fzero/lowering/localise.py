@@ -21,11 +21,15 @@ from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
 from fzero.plan.state_plan import Plan
 from fzero.shard import ops
+from fzero.shard.choose_strategies import cheapest
 from fzero.shard.join_sums import join_sums
 from fzero.shard.moves import Move
 from fzero.shard.placements import Placement, Replicated, Shard
-from fzero.shard.propagate import OUTPUT, Inner, Sharded, propagate
+from fzero.shard.propagate import propagate
+from fzero.shard.sharding_problem import Chooser
 from fzero.shard.split_bias import split_bias
+from fzero.shard.versions import OUTPUT
+from fzero.shard.write_local_graph import Inner, Sharded
 
 R = Replicated()
 SMALL_BYTES = 1 << 20  # a value of the outer graph that may be summed over the ranks
@@ -57,10 +61,26 @@ class Sharding:
     def __str__(self) -> str:
         return self._text() if self.before is None else f"{self.before}\n\n{self._text()}"
 
+    def strategies(self) -> str:
+        """A line for each op of the step: its strategy and the runner-up, with their costs in bytes that a rank sends.
+
+        The data is `chosen` of each of `regions` and of `outer`, by the ops of `graph`.
+        """
+        rows = [f"strategies over {self.n} ranks of {self.axis}"]
+        for name, one in self._parts:
+            width = max((len(x.name) for x in one.chosen), default=0)
+            rows += [name, *(f"  {x.name:{width}}  {choice}  {x.meta.get('source', '')}".rstrip()
+                             for x, choice in one.chosen.items())]  # fmt: skip
+        text = "\n".join(rows)
+        return text if self.before is None else f"{self.before.strategies()}\n\n{text}"
+
+    @property
+    def _parts(self) -> list[tuple[str, Sharded]]:
+        return [*((f"region {i}, each microbatch", one) for i, one in enumerate(self.regions)), ("update", self.outer)]
+
     def _text(self) -> str:
         rows = [f"leaves over {self.n} ranks of {self.axis}", *(f"  {leaf}" for leaf in self.leaves)]
-        parts = [(f"region {i}, each microbatch", one) for i, one in enumerate(self.regions)] + [("update", self.outer)]
-        for name, one in parts:
+        for name, one in self._parts:
             sent = [move for move in one.moves if move.nbytes]
             total = sum(move.nbytes for move in sent)
             rows.append(f"{name}: {len(sent)} transfers, {total:,.0f} bytes sent by a rank")
@@ -83,10 +103,11 @@ class Proposal:
     regions: tuple[Sharded, ...]
 
 
-def localise(graph: Graph, plan: Plan, axis: str, sequence: bool = False) -> Proposal:
+def localise(graph: Graph, plan: Plan, axis: str, sequence: bool = False, choose: Chooser = cheapest) -> Proposal:
     """How a step lies over the ranks of an axis. graph: of one rank of all axes outside of it.
 
     sequence: sums lie in parts along dim 1, the sequence, from where they are taken to where they are needed whole.
+    choose: a strategy for each op.
 
     Raises SpecError where the update needs all of a leaf that is sharded, and as `propagate` does.
     """
@@ -97,24 +118,46 @@ def localise(graph: Graph, plan: Plan, axis: str, sequence: bool = False) -> Pro
     given += [R] * (len(holders) - len(given))
     results = fx_nodes.outputs(whole.gm.graph)
     wanted = [*given[: len(plan.leaves)], *[R] * (len(results) - len(plan.leaves))]
-    leaf_nodes = set(holders[: len(plan.leaves)])
-    name_of = {node: leaf.path for node, leaf in zip(holders, plan.leaves, strict=False)}
-    inside: dict[int, Sharded] = {}
-
-    def within(node: fx.Node, here: list[Placement]) -> Inner:
-        index = int(str(node.args[1]))
-        inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-        names = [name_of.get(x, x.name) for x in inputs]
-        made = _region(whole.regions[index], here, [x in leaf_nodes for x in inputs], names, n, axis, sequence)
-        inside[index] = made
-        values = tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph))
-        return Inner(made.outputs, values, reads_rank(made))
-
-    names = [leaf.path for leaf in plan.leaves]
-    outer = propagate(whole.gm, given, wanted, n, axis, [x in leaf_nodes for x in holders], within, None, names)
+    regions = _Regions(whole, plan, axis, sequence, choose)
+    leaves, names = [x in regions.paths for x in holders], [leaf.path for leaf in plan.leaves]
+    outer = propagate(whole.gm, given, wanted, n, axis, leaves, regions, None, names, choose)
     _check_moves(outer, plan, axis, holders, results)
     _small_sums(outer)
-    return Proposal(axis, n, whole, outer, tuple(inside[i] for i in range(len(whole.regions))))
+    return Proposal(axis, n, whole, outer, tuple(regions.written[i] for i in range(len(whole.regions))))
+
+
+class _Regions:
+    """The regions of a step as a rank runs them, written as the outer graph comes to them. paths: of the leaves."""
+
+    def __init__(self, whole: Graph, plan: Plan, axis: str, sequence: bool, choose: Chooser) -> None:
+        self.regions, self.n, self.axis, self.choose = whole.regions, plan.mesh.size(axis), axis, choose
+        self.sequence = Shard(1) if sequence else None
+        holders = fx_nodes.placeholders(whole.gm.graph)
+        self.paths = {node: leaf.path for node, leaf in zip(holders, plan.leaves, strict=False)}
+        self.written: dict[int, Sharded] = {}
+
+    def ends(self, node: fx.Node, inputs: Sequence[Placement]) -> list[Placement]:
+        """Gradients end where their leaves lie, the loss and what is beside it whole."""
+        region = self.regions[_number(node)]
+        placed: list[Placement] = [R] * len(region.values)
+        for number, of in enumerate(region.grad_of):
+            placed[1 + number] = inputs[of]
+        return placed
+
+    def write(self, node: fx.Node, inputs: Sequence[Placement]) -> Inner:
+        """Writes a region."""
+        read: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
+        leaves, names = [x in self.paths for x in read], [self.paths.get(x, x.name) for x in read]
+        made = self.written[_number(node)] = propagate(
+            self.regions[_number(node)].gm, inputs, self.ends(node, inputs), self.n, self.axis, leaves, None,
+            self.sequence, names, self.choose,
+        )  # fmt: skip
+        return Inner(tuple(x.meta["val"] for x in fx_nodes.outputs(made.gm.graph)), reads_rank(made))
+
+
+def _number(node: fx.Node) -> int:
+    """Which region a node stands for."""
+    return int(str(node.args[1]))
 
 
 def settled(made: Proposal, plan: Plan) -> Sharding:
@@ -155,29 +198,13 @@ def _split(graph: Graph, plan: Plan, axis: str) -> Graph:
     regions = list(graph.regions)
     for node in graph.gm.graph.nodes:
         if node.target is REGION:
-            index, inputs = int(str(node.args[1])), list(node.args[0])
+            index, inputs = _number(node), list(node.args[0])
             gm = graph_module(segments.copied(regions[index].gm.graph))
             placed = [leaf_of[x].layout.on(axis) if x in leaf_of else R for x in inputs]
             split_bias(gm, placed)
             join_sums(gm, placed)
             regions[index] = replace(regions[index], gm=segments.merge_equal(gm))
     return replace(graph, regions=tuple(regions))
-
-
-def _region(
-    region: Region,
-    here: list[Placement],
-    leaves: list[bool],
-    names: list[str],
-    n: int,
-    axis: str,
-    sequence: bool,
-) -> Sharded:
-    """A region as a rank runs it: gradients end where their leaves lie, the loss and what is beside it whole."""
-    wanted: list[Placement] = [R] * len(region.values)
-    for number, of in enumerate(region.grad_of):
-        wanted[1 + number] = here[of]
-    return propagate(region.gm, here, wanted, n, axis, leaves, sequence=Shard(1) if sequence else None, names=names)
 
 
 def reads_rank(made: Sharded) -> bool:

@@ -23,7 +23,7 @@ AROUND = "around a transfer"  # of a view: it is none of the step
 class LocalGraph:
     """The nodes of one rank's graph. graph: holds them. rank: the node that holds the rank. moves: what was moved.
 
-    Each method appends nodes, with their fake values; only the methods write the fields, and `propagate` sets `rank`
+    Each method appends nodes, with their fake values; only the methods write the fields, and the writer sets `rank`
     and `phase`. In all of them `x` is the global value that a node belongs to, or a part of. A node is of the phase of
     the call that it is written for, not of its value's: what the backward first asks for is moved in the backward.
     """

@@ -156,7 +156,7 @@ class _Typing:
             if node.target is not aten.alias.default or given != (constraint(x),):
                 self._refuse(node, f"is to be {x.name} as {constraint(x)}, where the user wants it")
             return given
-        allowed = [s for s in self._strategies(x, given) if s.inputs == given and not s.local]
+        allowed = [s for s in self._strategies(x, given, claim) if s.inputs == given and not s.local]
         if not allowed:
             lies = ", ".join(f"{a.name} {p}" for a, p in zip(Call.of(x).operands, given, strict=True))
             self._refuse(node, f"no rule lets {x.target} work on {lies}")
@@ -187,14 +187,20 @@ class _Typing:
             node = fx_nodes.operand(node)
         return self.types.get(node)
 
-    def _strategies(self, x: fx.Node, given: Sequence[Placement]) -> Sequence[Strategy]:
+    def _strategies(self, x: fx.Node, given: Sequence[Placement], claim: Claim) -> Sequence[Strategy]:
+        """What the rules allow in the groups in which the operands lie; without the claim, in divisors of these too.
+
+        A dim of several factors is in as many groups as the outer ones have elements, times those that were asked for.
+        """
         call = Call.of(x)
-        replicated = Strategy((R,) * len(call.operands), (R,) * len(call.results))
+        groups = {1} | {p.groups for p in given if isinstance(p, Shard)}
         try:
-            groups = sorted({1} | {p.groups for p in given if isinstance(p, Shard)})
-            return strategies(x, self.n, groups)
+            found = strategies(x, self.n, sorted(groups))
+            if any((s.inputs, s.outputs) == (given, claim.placements) for s in found):
+                return found
+            return strategies(x, self.n, sorted({d for g in groups for d in range(1, g + 1) if g % d == 0}))
         except Unknown:
-            return [replicated]
+            return [Strategy((R,) * len(call.operands), (R,) * len(call.results))]
 
     def _same_call(self, node: fx.Node, x: fx.Node, strategy: Strategy) -> bool:
         whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
@@ -206,7 +212,7 @@ class _Typing:
         call = fx_nodes.operand(x) if x.target is operator.getitem else x
         given = self._given(node, call, claim.given)
         rank = next(a for a in self.types if self.types[a].of is None)
-        for strategy in self._strategies(call, given):
+        for strategy in self._strategies(call, given, claim):
             if (strategy.inputs, strategy.local, strategy.outputs) != (given, claim.form, claim.placements):
                 continue
             args, kwargs = _on(claim.given, localised(call, strategy, self.n))

@@ -19,7 +19,8 @@ from fzero.ir import fx_nodes
 from fzero.shard import ops
 from fzero.shard.moves import kind_of, wire_bytes
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, join, split
-from fzero.shard.propagate import Sharded, propagate
+from fzero.shard.propagate import propagate
+from fzero.shard.write_local_graph import Sharded
 
 VOCAB, WIDTH, HEADS, SEQUENCE, ROWS, LAYERS = 512, 64, 8, 32, 4, 2
 APART: dict[str, Placement] = {

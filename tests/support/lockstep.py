@@ -1,4 +1,4 @@
-"""lockstep: a graph that `fzero.shard.propagate` wrote, run for all ranks in one process, node by node."""
+"""lockstep: a graph that `fzero.shard` wrote, run for all ranks in one process, node by node."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from fzero import tree
 from fzero.ir import fx_nodes, segments
 from fzero.shard import ops
 from fzero.shard.placements import Partial, Placement, Replicated, join, split
-from fzero.shard.propagate import Sharded, propagate
+from fzero.shard.propagate import propagate
 from fzero.shard.split_bias import split_bias
+from fzero.shard.write_local_graph import Sharded
 
 REGION = torch.ops.fzero.region.default
 Loss = Callable[[Any, Any], Tensor]

@@ -22,7 +22,7 @@ from fzero.ir import fx_nodes
 from fzero.shard import ops
 from fzero.shard.claims import Claim, claim, claim_of
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, join
-from fzero.shard.propagate import Sharded
+from fzero.shard.write_local_graph import Sharded
 
 aten = torch.ops.aten
 R = Replicated()

@@ -21,7 +21,7 @@ from tp_models import Model, gpt, of_hf, placements
 from fzero import Mean, P, Spec, lower, optim
 from fzero.compile import judged
 from fzero.errors import VerifyError
-from fzero.shard.propagate import Sharded
+from fzero.shard.write_local_graph import Sharded
 from fzero.verify import sharding
 from fzero.verify.sharding import check_sharding
 
