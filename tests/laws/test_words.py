@@ -22,10 +22,9 @@ def phrases(page: str) -> list[str]:
 
 
 def prose(page: str) -> str:
-    """A page without its code, its examples and the word list, each run of spaces and line ends as one space."""
+    """A page without its code and the word list, each run of spaces and line ends as one space."""
     page = re.sub(r"\n## Words\n.*?(?=\n## )", "", page, flags=re.DOTALL)
     page = re.sub(r"^( *)```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE)
-    page = re.sub(r"^>>> .*?(?=\n\n|\Z)", "", page, flags=re.DOTALL | re.MULTILINE)
     return " ".join(page.split())
 
 
@@ -53,5 +52,12 @@ def test_the_list_has_the_terms_of_the_field() -> None:
 
 
 def test_a_phrase_over_a_line_end_is_found_and_one_in_code_is_not() -> None:
-    page = "A leaf lies\nin parts.\n\n```python\nlies in parts\n```\n\n>>> 1  # lies in parts\n1\n\nIt relies in parts."
+    page = "A leaf lies\nin parts.\n\n```python\nlies in parts\n```\n\nIt relies in parts."
     assert uses(page, ["lies in parts"]) == ["A leaf lies in parts. It relies in parts."]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_examples_are_fenced(path: Path) -> None:
+    """A bare `>>>` is a block quote to Markdown."""
+    outside = re.sub(r"^( *)```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in outside.splitlines() if line.lstrip().startswith(">>>")] == []
