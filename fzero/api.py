@@ -35,14 +35,14 @@ from fzero.state.state import Life, State
 @untraced_by_dynamo
 @ambient.steady()
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
-    """The first state: `params` (a pytree of tensors, or a function of a key that makes one) placed as `spec` says.
+    """The first state: `params` (a pytree of tensors, or a function of a key that makes one), sharded as `spec` says.
 
-    With `Spec(step=...)` `params` is the whole state. Tensors are copied. From a function, a rank makes only its part,
-    and values do not depend on the world. The function gets `key` (default `fzero.random.key(0)`).
-    If `key` is given, or the loss has a parameter `key`, the state holds a key: a new one for every step. Each part of
-    the batch gets a key of its own, and draws of modules (dropout) are made from it.
-    With a mesh axis `pp`, a rank makes and holds the part of its role alone.
-    Under torchrun this starts gloo or nccl unless a default group exists. Every rank must call it.
+    With `Spec(step=...)` `params` is the whole state. Tensors are copied. With a function, each rank materialises only
+    its shard, and values do not depend on the world size. The function gets `key` (default `fzero.random.key(0)`). If
+    `key` is given, or the loss has a parameter `key`, the state holds a key: a new one for every step. Each part of the
+    global batch gets its own key, and random draws of modules (dropout) are made from it. With a mesh axis `pp`, a rank
+    makes and holds only the leaves of its role. Under torchrun this starts gloo or nccl unless a default group exists.
+    Every rank must call it.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -61,13 +61,13 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
-    `batch` is a pytree of tensors, this rank's part of the global one by its place on the data axes: ranks that differ
-    in `pp` alone give the same, which is checked. Leaves that are no tensors decide the program. A number that
-    changes becomes a 0-d tensor at its first change; `fzero.static` marks what is to stay a value.
-    Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts.
-    `result.metrics` holds the loss (or the metrics of a `step=`). All checks come before the first write: an error
-    before that leaves `state` as it was, one after it marks `state` unusable. Ctrl-C waits for the end of the step, and
-    `state` itself then is the state after it; a second Ctrl-C does not wait.
+    `batch` is a pytree of tensors: this rank's shard of the global batch, by its coordinates on the data axes. Ranks
+    that differ only in `pp` must pass the same batch, which is checked. Leaves that are not tensors are constants of
+    the program. A number that changes becomes a scalar tensor at its first change; `fzero.static` marks values that
+    stay constants. Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts. `result.metrics`
+    holds the loss (or the metrics of a `step=`). All checks come before the first write: an error before it leaves
+    `state` unchanged; an error after it marks `state` unusable. Ctrl-C waits for the end of the step, and `state`
+    itself is then the state after the step; a second Ctrl-C does not wait.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -105,10 +105,11 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
     """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
 
-    `fn` (with `Spec(step=...)` of the whole state) runs without gradients, in the spec's precision. Parameters are
-    gathered layer by layer, as in the loss. `fn` returns a pytree of tensors and `fzero.Mean`s. A Mean becomes the mean
-    over all ranks' terms, a floating 0-d tensor its mean over the ranks; any other tensor is this rank's own.
-    Randomness in `fn` is made from `key`. `fn` is traced once: define it once, outside the loop.
+    `fn` runs without gradients, in the spec's precision; with `Spec(step=...)` it gets the whole state instead of the
+    parameters. Parameters are gathered layer by layer, as in the loss. `fn` returns a pytree of tensors and
+    `fzero.Mean`s. A Mean becomes the mean over the terms of all ranks; a floating scalar is averaged over the ranks;
+    any other tensor is not reduced. Randomness in `fn` is made from `key`. `fn` is traced once: define it once, outside
+    the loop.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -133,13 +134,13 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
 def lower(
     spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
 ) -> Lowered:
-    """The step's program for a world of any size, ahead of time: no device, no process group, no full tensor.
+    """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
 
-    `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a
-    key that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size`
-    defaults to the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one
-    for each role, `lowered.programs[role]`. `lowered.memory` is the account per rank; `lowered.choices` gives the
-    decisions, with reasons.
+    `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key
+    that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size` defaults to
+    the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one for each role,
+    `lowered.programs[role]`. `lowered.memory` has the planned bytes per rank; `lowered.choices` gives the decisions,
+    with reasons.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)

@@ -42,20 +42,21 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
-    `loss` is a 0-d floating tensor, or an `fzero.Mean(total, count)`, whose mean is that of the whole batch. With
-    `has_aux=True` `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`. `aux` is this rank's own, not
-    reduced. `grads` has the structure and dtypes of `params`, the first argument; every leaf of it must be floating.
+    `loss` is a scalar floating tensor, or an `fzero.Mean(total, count)`, whose mean is taken over the global batch.
+    With `has_aux=True` `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`. `aux` is not reduced: each
+    rank gets its own. `grads` has the structure and dtypes of `params`, the first argument; every leaf of it must be
+    floating.
 
-    With k microbatches (by default the Spec's) the tensors of argument `batch_argnum` are cut into k equal parts along
-    dim 0. Loss, gradients and floating aux are means over the parts; other aux is the last part's.
+    With k microbatches (by default the Spec's) the tensors of argument `batch_argnum` are split into k equal parts
+    along dim 0. Loss, gradients and floating aux are means over the microbatches; other aux is that of the last one.
 
     `key` (int64, (2,), the same on every rank) makes randomness: part j = rank * k + m of the batch has the key
-    `fold_in(key, j)`. `fn` gets it as `key=` if it has a parameter of that name. Draws of modules inside from torch's
-    generator (dropout) are made from it. `scale` (0-d) multiplies the loss before the backward and divides the
-    gradients after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
+    `fold_in(key, j)`. `fn` gets it as `key=` if it has a parameter of that name. Random draws of modules inside
+    (dropout) are made from it. `scale` (a scalar) multiplies the loss before the backward and divides the gradients
+    after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
 
     A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero). Outside a
-    step it computes the same for a world of one, in one part.
+    step it computes the same for one rank and one microbatch.
 
     >>> loss, grads = value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([1.0, 3.0]))
     >>> float(loss), grads["w"].tolist()
@@ -73,8 +74,8 @@ def with_metrics(
 ) -> Callable[..., Any]:
     """`value_and_grad` of the loss of a `Spec`, which may return `(loss, {"name": tensor or fzero.Mean})`.
 
-    The result is `((loss, metrics), grads)`. A metric is the mean over microbatches and ranks, in fp32 at least; that
-    of a Mean is the mean over all terms.
+    The result is `((loss, metrics), grads)`. A metric is the mean over microbatches and ranks, in fp32 or wider; for a
+    Mean, the mean over all terms.
 
     >>> from fzero import Mean
     >>> def loss(p, x):
@@ -121,8 +122,8 @@ def forward(
 ) -> Callable[..., Any]:
     """`fn(params, *args)` without gradients, with parameters gathered layer by layer as in a loss.
 
-    The result is a pytree of tensors and `fzero.Mean`s. A Mean becomes the mean over all ranks' terms; a floating 0-d
-    tensor its mean over the ranks; any other tensor is this rank's own. For evaluation, and for a frozen teacher:
+    The result is a pytree of tensors and `fzero.Mean`s. A Mean becomes the mean over the terms of all ranks; a floating
+    scalar is averaged over the ranks; any other tensor is not reduced. For evaluation, and for a frozen teacher:
 
     >>> forward(lambda p, x: {"out": p["w"] * x})({"w": torch.ones(2)}, torch.tensor([1.0, 3.0]))["out"].tolist()
     [1.0, 3.0]
@@ -156,10 +157,10 @@ def grad(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def pmean(x: Any, axis: str | None = None) -> Any:
     """The mean over the ranks of the data axes, of every leaf of a pytree; the same on every rank.
 
-    Integers and flags that are the same on all ranks, such as a BatchNorm's count of batches, stay as they are. Of ones
-    that may differ there is no mean in their dtype: CaptureError says so.
+    Integers and bools that are the same on all ranks, such as a BatchNorm's count of batches, are returned unchanged.
+    If they may differ, there is no mean in their dtype, and CaptureError says so.
 
-    >>> pmean(torch.tensor([1.0, 2.0])).tolist()  # outside a step: a world of one
+    >>> pmean(torch.tensor([1.0, 2.0])).tolist()  # outside a step: one rank
     [1.0, 2.0]
     """
     return _preduce(x, "mean", axis)
@@ -176,16 +177,16 @@ def pmax(x: Any, axis: str | None = None) -> Any:
 
 
 def per_rank(x: Any) -> Any:
-    """Marks the leaves of a pytree as kept once per rank: logical shape (N, ...), one (...) on each.
+    """Marks the leaves of a pytree as per-rank: logical shape (N, ...), each of the N ranks holds one (...).
 
-    From `fzero.init` on, every rank starts with this value, and the step sees its own of shape (...). The values that
-    the step returns there may differ between ranks.
+    At `fzero.init` every rank starts with this value, and in the step each rank sees its own, of shape (...). The
+    values that the step returns for these leaves may differ between ranks.
     """
     return tree.map(lambda leaf: leaf if isinstance(leaf, PerRank) else PerRank(leaf), x)
 
 
 def axis_index(axis: str | None = None, device: torch.device | str | None = None) -> torch.Tensor:
-    """This rank's place on the data axes, as `jax.lax.axis_index`: 0-d int64, 0 in a world of one.
+    """This rank's index on the data axes, as `jax.lax.axis_index`: a scalar int64, 0 if there is one rank.
 
     >>> axis_index()
     tensor(0)
@@ -201,7 +202,7 @@ def axis_index(axis: str | None = None, device: torch.device | str | None = None
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` for a loss: its intermediate values are not kept, but computed again in the backward, bit for bit.
+    """`fn` for a loss: its activations are not saved, but recomputed in the backward, bit for bit.
 
     It uses `torch.utils.checkpoint`. Inside a torch.func transform, which checkpoint does not support, it is `fn`
     itself. For whole layers by path see `Spec(remat=...)`, which needs no wrapping.
@@ -222,11 +223,11 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def constrain(x: torch.Tensor, dims: P) -> torch.Tensor:
-    """The same value, of which ranks along a mesh axis hold parts from here on: as jax's `with_sharding_constraint`.
+    """The same value, sharded over mesh axes from here on: as jax's `with_sharding_constraint`.
 
-    dims: the axis of each dim, as in `Spec(shard=...)`; `P()` makes the value whole. The gradient lies alike. In a loss
-    it changes what ranks exchange, and no number but in rounding; outside of a step, and without the axis, nothing.
-    Along an axis that it does not name the value lies as it would without.
+    dims: the axis of each dim, as in `Spec(shard=...)`; `P()` makes the value replicated. The gradient gets the same
+    sharding. In a loss it changes the transfers, and numbers only by rounding; outside a step, or without the axis, it
+    changes nothing. Along an axis that it does not name, the sharding is what it would be without the call.
 
     Raises SpecError for more dims than there are, and for a data axis or `pp`.
 

@@ -27,80 +27,88 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The training step and its placement. Give `loss` and `optimizer`, or `step`. Immutable.
+    """The training step and its sharding. Give `loss` and `optimizer`, or `step`. Immutable.
 
-    Functions are traced when a batch of a new kind is first seen. What they read from Python is read then, once, and
-    compared before each step (`on_change`, docs/read-once.md).
+    Functions are traced at the first batch with new shapes. What they read from Python is read then, once, and compared
+    before each step (`on_change`, docs/read-once.md).
 
-    loss: `(params, batch) -> 0-d floating tensor` or `fzero.Mean`, pure; params are whole tensors there, batch this
-    rank's part. Or `-> (that, {"name": tensor or fzero.Mean})`: metrics, means over microbatches and ranks.
+    loss: `(params, batch) -> scalar floating tensor` or `fzero.Mean`, pure. params are full tensors there; batch is
+    this rank's shard of the global batch. Or `-> (that, {"name": tensor or fzero.Mean})`: metrics, averaged over
+    microbatches and ranks.
     optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
     step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
     mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
-    `dp_out`, over a slower link (see `zero`). `pp` splits the model (see `pipeline`): ranks that differ in `pp` alone
-    are given the same batch. An axis of any other name, as `tp`, splits layers (see `shard`): its ranks are given the
-    same batch too. One axis may be -1: the rest of the world. None: all ranks are `dp`.
-    shard: with axes as `tp`, path rules of leaves to `fzero.P`: the dims that their ranks hold parts of; the first
-    match wins, and a leaf without one is held by each. As {"blocks/*/attn/w[qkv]": P("tp", None), "blocks/*/attn/wo":
-    P(None, "tp")}. The loss stays as it is: what ranks must exchange follows from the rules (docs/tensor.md).
-    sequence: such an axis: what its ranks sum lies in parts along dim 1 (the tokens of a batch of sequences) until it
-    is needed whole: the same bytes travel, and norms, dropout and residuals take a share of the memory. None: whole.
-    pipeline: with `pp`, the order of work: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`.
-    None: "1f1b". No order changes a bit (docs/parallel.md).
+    `dp_out`, over a slower link (see `zero`). `pp` splits the model into stages (see `pipeline`). An axis of any other
+    name, such as `tp`, splits layers (see `shard`). Ranks that differ only in such an axis or in `pp` must be given the
+    same batch. One axis may be -1: it gets the remaining ranks. None: all ranks are `dp`.
+    shard: with axes such as `tp`, path rules from leaves to `fzero.P`: the mesh axis over which each dim is sharded.
+    The first match wins; a leaf without a rule is replicated. As {"blocks/*/attn/w[qkv]": P("tp", None),
+    "blocks/*/attn/wo": P(None, "tp")}. The loss does not change: fzero derives the transfers from the rules
+    (docs/tensor.md).
+    sequence: the name of such an axis. The output of a row-parallel layer stays sharded over it along dim 1 (the tokens
+    of a batch of sequences) until an op needs all of it: the same bytes are sent, and norms, dropout and residuals take
+    1/n of the memory. None: it is replicated.
+    pipeline: with `pp`, the schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", or an `fzero.Pipeline`. None:
+    "1f1b". No schedule changes a bit (docs/parallel.md).
     zero: the ZeRO stage 0..3, or path rules to stages, first match wins: `{"blocks/**": 3, "**": 1}`. With an axis
-    `dp_out` in mesh also "hsdp" (all over `dp`, a replica for each place on `dp_out`), "hpz" (all over both, and a
-    second copy of the parameters over `dp` from the forward to the backward), or the axes of each column:
-    `{"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}`.
-    microbatches: parts the batch is cut into along dim 0. Must divide it.
-    reduce: "each" microbatch's gradients, or their sum at the "end". None: "end", which sends least, unless whole
-    gradients would be more than a tenth of what a rank holds at stage 3. The two differ in bits, so neither the stage
-    nor the homes of leaves enter; `lowered.choices` gives the choice and its reason.
+    `dp_out` in mesh also "hsdp" (everything sharded over `dp`, replicated over `dp_out`), "hpz" (everything sharded
+    over both, and a second copy of the parameters sharded over `dp` from the forward to the backward), or the axes for
+    each of the three: `{"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}`.
+    microbatches: the number of microbatches into which the batch is split along dim 0. Must divide it.
+    reduce: "each": reduce the gradients of every microbatch; "end": accumulate them and reduce once. None: "end", which
+    sends least, unless full gradients would be more than a tenth of what a rank holds at stage 3. The two differ in
+    bits. So the choice does not depend on the stage or on the homes of leaves; `lowered.choices` gives it and its
+    reason.
     precision: "fp32", "bf16", "fp16", "bf16_params", "autocast", "autocast_fp16" or an `fzero.Precision`: the dtypes of
-    the computation and of transfers.
-    trainable: with `loss`, path rules of the parameters that train. The others get no gradient and no moments, and are
-    sharded all the same. None: if only some of the given tensors require grad, those train; otherwise all do.
-    clip_norm: with `loss`, the largest global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then
-    a metric, `grad_norm`; with math.inf it is measured and nothing clipped.
-    clip_value: with `loss`, instead of clip_norm: the largest absolute value of an element of a gradient.
-    nonfinite: with `loss`, the action if gradients are not finite: "ignore", "skip" (the state keeps its bits) or
-    "raise" (NonFiniteError, and the state stays usable). None: skip with a loss scale, else ignore.
-    bucket_bytes: the size at which a layer's bucket is cut. A larger leaf has a bucket to itself. None: by the measured
-    cost of transfers, once per machine and way; 32 MiB if nothing was measured (docs/performance.md).
-    prefetch: how many segments ahead a gather starts. 0: when it is needed. None: 0, 1, 2 or 4 by the seconds that
+    computation and transfers.
+    trainable: with `loss`, path rules of the parameters to train. The others get no gradient and no moments, and are
+    sharded like the rest. None: if only some of the given tensors require grad, those train; otherwise all do.
+    clip_norm: with `loss`, the maximum global gradient norm: g * min(1, clip_norm / (norm + 1e-6)). The norm is then a
+    metric, `grad_norm`; math.inf measures it and clips nothing.
+    clip_value: with `loss`, instead of clip_norm: the maximum absolute value of an element of a gradient.
+    nonfinite: with `loss`, the action if gradients are not finite: "ignore" (the update is applied as it is), "skip"
+    (the update is discarded, and the state keeps its bits) or "raise" (NonFiniteError, and the state stays usable).
+    None: skip with a loss scale, else ignore.
+    bucket_bytes: the maximum size of a bucket; a layer's leaves are split into buckets of this size. A larger leaf has
+    a bucket to itself. None: by the measured cost of transfers, once per machine and transport; 32 MiB if nothing was
+    measured (docs/performance.md).
+    prefetch: how many segments ahead a gather starts. 0: when it is needed. None: 0, 1, 2 or 4, by the seconds that
     measured rates predict for the program (docs/performance.md); `lowered.choices` gives the reason.
-    gather_bytes: the most bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data axes,
-    slices on their way from one to the other come on top.
-    prefetch_bytes: up to how many bytes of gathered buffers a gather starts early. A segment that needs more has what
-    it needs, so no number is too small.
+    gather_bytes: the maximum bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data
+    axes, slices in flight between the two are additional.
+    prefetch_bytes: a gather starts early only while gathered buffers stay below this. A segment that needs more still
+    gets what it needs, so no number is too small.
     overlap: False waits for every transfer at its start (same bits, slower).
-    remat: "none", "full" (a layer keeps its input and computes the rest again in the backward), "offload" (what it
-    keeps waits on the host until then), or path rules of parameters to them, as {"blocks/**": "full"}. Same bits, less
-    memory; "full" takes up to a third more compute, "offload" moves bytes.
-    offload: path rules of leaves to where they are held between their uses: "device", "cpu" (the host's memory) or
-    "nvme" (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without one stays
-    on the device. A rule may be "params", or "optimizer" for all that is no parameter. "optimizer" alone is short for
-    {"optimizer": "cpu"}, and "optimizer+params" for both. Rules as "grads/**" say where gradients wait that are clipped
-    together; no other rule means them. Moves bring leaves to their uses (docs/offload.md), and no bit changes.
-    nvme_path: with "nvme", the folder on a fast disk where each rank keeps its one file, which ends with the process.
-        "{local_rank}" in it is the rank's number on its node, and ranks may give other paths: a drive for each device.
-    update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: where fewer
-    bytes move, for a CUDA device where it takes less time; `lowered.choices` gives the reason.
-    device_bytes, host_bytes: the most bytes that a rank may need there. A step that needs more is refused with
-    SpecError, which names its fullest op and the least that works.
-    matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of
-    torch's two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the
-    same accuracy. Another machine may choose otherwise, so the bits hold for this machine only.
-    allow_unused: parameters without a gradient get a zero one instead of an error.
-    on_change: where a value that the functions have read from Python (a global, a variable of an outer function, an
-    attribute) is another at a later step: "error", or "retrace", which makes a new program.
-    compile: "inductor" compiles the stretches of loops in each segment, "none" runs plain aten, "auto" compiles if
-    that was measured to gain (docs/compile.md). Without a compiler both run plain aten, and log it.
-    params: with `step` and stage 1 or 2, path rules of the leaves that stay whole.
+    remat: "none", "full" (a layer saves its input and recomputes the rest in the backward), "offload" (saved
+    activations are on the host until the backward), or path rules of parameters to them, as {"blocks/**": "full"}. Same
+    bits, less memory; "full" takes up to a third more compute, "offload" moves bytes.
+    offload: path rules from leaves to where they are held between their uses: "device", "cpu" (host memory) or "nvme"
+    (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without a rule stays on
+    the device. A rule may be "params", or "optimizer", which matches every leaf that is not a parameter. "optimizer"
+    alone is short for {"optimizer": "cpu"}, and "optimizer+params" for both. Rules such as "grads/**" apply to
+    gradients that wait to be clipped together; no other rule matches them. Moves fetch leaves before their uses
+    (docs/offload.md), and no bit changes.
+    nvme_path: with "nvme", the folder on a fast disk where each rank keeps one file, which is deleted when the process
+    ends. "{local_rank}" in it is the rank's number on its node, and ranks may give different paths: a drive for each
+    device.
+    update_on: where elementwise work on offloaded leaves runs: on the "device", or on the "cpu". None: on CPU the one
+    that moves fewer bytes, for a CUDA device the one that takes less time; `lowered.choices` gives the reason.
+    device_bytes, host_bytes: the maximum bytes that a rank may need there. A step that needs more is refused with
+    SpecError, which names the op at its peak and the smallest budget that works.
+    matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of torch's
+    two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the same
+    accuracy. Another machine may choose differently, so the bits hold for this machine only.
+    allow_unused: parameters without a gradient get a zero gradient instead of an error.
+    on_change: the action if a value that the functions read from Python (a global, a variable of an outer function, an
+    attribute) has changed at a later step: "error", or "retrace", which traces a new program.
+    compile: "inductor" compiles the loops in each segment, "none" runs plain aten ops, "auto" compiles where that was
+    measured to be faster (docs/compile.md). Without a compiler both run plain aten ops, and log it.
+    params: with `step` and stage 1 or 2, path rules of the leaves that stay replicated.
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
     "auto": shared if possible, each gather by measured cost. Same bits.
     cuda_graph: on CUDA, launch a step as one graph if the step allows it (`lowered.choices` gives the reason if not).
     timeout: seconds that a rank waits for another before HangError names the missing ranks (docs/hangs.md), in process
-    groups that fzero starts, and for its disk. None: 600. A group that you started has its own:
+    groups that fzero starts, and for its disk. None: 600. A group that you started keeps its own timeout:
     init_process_group(timeout=).
     device: the device of the state, as "cuda" (under torchrun: this rank's). None: that of the given tensors, else
     "cpu".
@@ -160,7 +168,7 @@ class Spec:
 
     @functools.cached_property
     def memory(self) -> MemoryUse:
-        """Where values wait, and the budgets: buckets, gathers, remat, offload, update_on, device_bytes, host_bytes."""
+        """Where values are held, and budgets: buckets, gathers, remat, offload, update_on, device_bytes, host_bytes."""
         return self._group(MemoryUse)
 
     @functools.cached_property

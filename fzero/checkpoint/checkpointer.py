@@ -1,11 +1,11 @@
 """checkpointer: saves while training goes on, stops at a signal, and resumes from the last save.
 
 A save in the background. `after` copies this rank's part of the state to host memory. Training waits for this copy
-only. A thread then writes the copy, over a gloo group of its own. One save is in flight at most. If the next save is
-due before all ranks have ended the last one, it is late. It begins at the first step at which all have ended it. So a
-slow disk makes saves rarer, not steps slower, and a rank holds at most one copy.
+only. A thread then writes the copy; it uses a separate gloo group. At most one save is in flight. If the next save is
+due before all ranks have finished the last one, it is delayed to the first step at which all have. So a slow disk makes
+saves less frequent, not steps slower, and a rank holds at most one copy.
 
-How ranks agree. Each rank's thread ends or fails at another instant, and so do signals arrive. But all ranks must act
+How ranks agree. Threads end or fail, and signals arrive, at different times on different ranks. But all ranks must act
 after the same step, or they would wait for one another in different places. So each rank sends four flags in the note
 that opens every `fzero.step` (`Session.flags`, `Session.any_rank_flags`): my save runs, my save failed, I got SIGTERM,
 I got SIGINT. All ranks act after step k on the flags that any rank sent before step k. No further message is sent.
@@ -58,15 +58,15 @@ class RankFlags(IntFlag):
 
 
 class Checkpointer:
-    """Saves a state every so many steps while training goes on, and resumes from the last save.
+    """Saves a state every `every` steps while training continues, and resumes from the newest checkpoint.
 
     dir: the directory of the run's checkpoints, the same on all ranks. every: steps between saves; None saves only on
     request. keep: how many checkpoints to keep; None keeps all. background: False writes in the training loop. All
     ranks make the same calls. Within `with`, SIGTERM and the first Ctrl-C save once after the next step and raise
     SystemExit (143, 130) on all ranks.
 
-    The main thread writes all fields. The writing thread (`_Writing`) writes its own `error` and `flags` alone. A
-    signal handler, which runs on the main thread, writes `_signals`.
+    The main thread writes all fields. The writing thread (`_Writing`) writes only its `error` and `flags`. A signal
+    handler, which runs on the main thread, writes `_signals`.
 
     >>> import tempfile, fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -127,12 +127,12 @@ class Checkpointer:
 
     @untraced_by_dynamo
     def after(self, state: State, extra: Extra = None) -> None:
-        """Begins a save if one is due, and acts on signals. To be called after each step.
+        """Begins a save if one is due, and acts on signals. Call it after each step.
 
         extra: JSON to save along, such as the position in the data, or a function that returns it. Raises
-        CheckpointError, on all ranks after the same step, if an earlier save failed. The state is unharmed then, and
-        the next save is tried. Raises SystemExit after a signal. If the save before it fails, that is logged, and
-        SystemExit is raised all the same.
+        CheckpointError, on all ranks after the same step, if an earlier save failed. The state is then still valid, and
+        the next save will be tried. Raises SystemExit after a signal. If the save before it fails, that is logged, and
+        SystemExit is raised anyway.
         """
         runtime = self._join(session_of(state))
         any_rank = RankFlags(runtime.any_rank_flags)
@@ -166,7 +166,7 @@ class Checkpointer:
             self._finish()
 
     def close(self) -> None:
-        """Waits for the save in flight, and makes a save that is late. Raises CheckpointError on all ranks."""
+        """Waits for the save in flight, and makes a save that was delayed. Raises CheckpointError on all ranks."""
         self._finish()
         if self._due and not self._due[0].life.ended:
             self.save(*self._due)
@@ -176,8 +176,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the save in flight, and gives signals and flags back. Raises the save's error only if nothing else was
-        raised."""
+        """Waits for the save in flight, and restores signal handlers and flags. Raises the save's error only if nothing
+        else was raised."""
         try:
             if kind is None:
                 self.close()

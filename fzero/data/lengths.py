@@ -33,13 +33,13 @@ Values = float | Mapping[str, float]  # one for all leaves, or path rules
 def pad_to(batch: Any, to: To, values: Values = 0, *, dim: int = 1) -> Any:
     """The batch with its leaves padded at the end of `dim`.
 
-    batch: a pytree; leaves that are no tensors, or have no such dim, stay as they are. to: an int pads to the next
-    multiple of it; several ints are lengths, of which the least that fits is taken. Each leaf is padded by itself, so
-    inputs and targets may have lengths of their own. values: what is added, one number or path rules to numbers; with
-    rules a leaf that none matches stays as it is. dim: 1 for (rows, length, ...), -1 where the length comes last.
+    batch: a pytree; leaves that are not tensors, or have no such dim, are unchanged. to: an int pads to the next
+    multiple of it; several ints are lengths, of which the smallest that fits is used. Each leaf is padded separately,
+    so inputs and targets may have different lengths. values: the padding, one number or path rules to numbers; with
+    rules, a leaf that none matches is unchanged. dim: 1 for (rows, length, ...), -1 if the length is the last dim.
 
     Raises DataError for a leaf that is longer than all lengths, a rule that matches no leaf, and a batch without a leaf
-    to pad. Padded places weigh nothing only if the loss leaves them out: by a mask and `fzero.Mean`, or labels of -100.
+    to pad. The loss must mask the padding: with a mask and `fzero.Mean`, or with labels of -100.
 
     >>> batch = {"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": torch.ones(2, 5), "weight": torch.ones(2)}
     >>> padded = pad_to(batch, 8, {"input_ids": 0, "labels": -100})
@@ -79,17 +79,17 @@ def by_length(
     world_size: int | None = None,
     mesh: Mapping[str, int] | None = None,
 ) -> ByLength:
-    """Batches of `batch_size` samples over all ranks, of like length and padded to it, for ever; each rank gets its
-    part.
+    """Endless batches of `batch_size` samples over all ranks, of similar length and padded to it; each rank gets its
+    shard.
 
-    dataset: `dataset[i]` is a sample, a pytree of tensors without the dim of the rows. lengths: of each sample.
-    to, values, dim: as in `pad_to`, of the batch; each length that occurs is a program. collate: makes a batch of a
-    list of samples, which is padded then; by default the samples are padded and stacked. seed: of the order.
-    position: the samples handed out so far, a multiple of the batch size. rank, world_size, mesh: as in
-    `Tokens.batches`.
+    dataset: `dataset[i]` is a sample, a pytree of tensors without the batch dim. lengths: the length of each sample.
+    to, values, dim: as in `pad_to`, of the batch; each length that occurs needs its own program. collate: makes a batch
+    from a list of samples, and the batch is then padded; by default the samples are padded and stacked. seed: the seed
+    of the order. position: the number of samples returned so far, a multiple of the batch size. rank, world_size, mesh:
+    as in `Tokens.batches`.
 
-    An epoch holds each sample once, but for a rest that makes no batch, another one each time. On all ranks a batch has
-    the same shapes.
+    An epoch has each sample once, except for a remainder smaller than a batch, which differs each time. A batch has the
+    same shapes on all ranks.
 
     >>> texts = [{"x": torch.full((n,), n)} for n in (3, 9, 4, 2, 12, 8, 11, 1)]
     >>> batches = by_length(texts, [len(t["x"]) for t in texts], 2, to=[4, 12])

@@ -40,7 +40,7 @@ Batch = dict[str, torch.Tensor]
 class Tokens:
     """Sequences from one long 1-D array of tokens: `x`, and `y` one token further.
 
-    path: a .npy file, a file of bare little-endian integers (then `dtype` says which: uint8, uint16, uint32, int32 or
+    path: a .npy file, a file of raw little-endian integers (then `dtype` says which: uint8, uint16, uint32, int32 or
     int64), or an array or tensor in memory. sequence: tokens per sample. Raises DataError for a file that is not that,
     or is too short for one sample.
 
@@ -92,7 +92,7 @@ class Tokens:
 
     @property
     def samples(self) -> int:
-        """Samples per epoch: windows that share no target. A rest that is too short for one is left out."""
+        """Samples per epoch: windows that share no target. A remainder that is too short for one is dropped."""
         return (len(self.array) - 1) // self.sequence
 
     def starts(self, position: int, size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -114,7 +114,7 @@ class Tokens:
         """Returns `x` and `y`, int64 of shape (size / world_size, sequence): the rank's part of `size` samples at
         `position`.
 
-        Raises DataError if `size` is no multiple of `world_size`.
+        Raises DataError if `size` is not a multiple of `world_size`.
         """
         part = _part(size, rank, world_size)
         starts = self.starts(position + rank * part, part)
@@ -131,10 +131,10 @@ class Tokens:
         world_size: int | None = None,
         mesh: Mapping[str, int] | None = None,
     ) -> Batches:
-        """Batches of `size` samples over all ranks, from `position` on, for ever; each rank gets its part.
+        """Endless batches of `size` samples over all ranks, starting at `position`; each rank gets its shard.
 
-        rank, world_size: by default those of the process group, or of torchrun before there is one. mesh: as
-        in `Spec(mesh=...)`; ranks that differ in `pp` or `tp` alone are given the same part.
+        rank, world_size: by default those of the process group, or of torchrun before there is one. mesh: as in
+        `Spec(mesh=...)`; ranks that differ only in `pp` or `tp` get the same shard.
 
         >>> tokens = Tokens(np.arange(100), sequence=8)
         >>> first = tokens.batches(6)
@@ -160,7 +160,7 @@ class Tokens:
 
 @dataclass
 class Batches(Iterator[Batch]):
-    """An endless iterator. `position`, the samples handed out so far over all ranks, is all of its state."""
+    """An endless iterator. `position`, the number of samples returned so far over all ranks, is its only state."""
 
     tokens: Tokens
     size: int

@@ -78,7 +78,7 @@ def adamw8_(
     """One AdamW step in place on `param`, `mu`, `mu_scales`, `nu` and `nu_scales`.
 
     `param` and `grad` share shape and dtype (floating); `mu` (int8) and `nu` (uint8) have that shape; the scales are
-    float32 of shape (ceil(numel / 64),). `count` is the number of this step counted from 1 (0-d int64); `lr` is 0-d
+    float32 of shape (ceil(numel / 64),). `count` is the number of this step counted from 1 (scalar int64); `lr` is 0-d
     float64. Any shape, empty included. Raises `ValueError` for shapes and `TypeError` for dtypes that do not fit.
 
     >>> p, m, v = torch.ones(3), torch.zeros(3, dtype=torch.int8), torch.zeros(3, dtype=torch.uint8)

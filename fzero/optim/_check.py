@@ -40,7 +40,7 @@ def number(
 
 
 def hyper(name: str, value: Any, **bounds: Any) -> float | torch.Tensor:
-    """As `number`, or a 0-d floating-point tensor, whose value nobody looks at: a hyperparameter that a step computes.
+    """As `number`, or a floating-point scalar tensor, whose value is not read: a hyperparameter that a step computes.
 
     >>> hyper("sgd: weight_decay", torch.zeros(2))
     Traceback (most recent call last):
@@ -153,7 +153,7 @@ leaf the loss does not use has gradient None: give it zeros, or leave it out wit
 
 
 def zero_count(params: Any) -> torch.Tensor:
-    """A step count of 0 (0-d int64) on the device of the first leaf.
+    """A step count of 0 (scalar int64) on the device of the first leaf.
 
     >>> zero_count([torch.ones(2)])
     tensor(0)

@@ -32,8 +32,9 @@ __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it 
 def orthogonalize(m: Tensor, steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
     """`m` (rows, cols), floating, with all its singular values near 1: (rows, cols) bfloat16, contiguous.
 
-    `a`, `b`, `c` are the coefficients of the quintic, `eps` the least norm that is divided by. Zeros stay zeros, and an
-    empty matrix stays empty. Raises `ValueError` for another number of dimensions and `TypeError` for integers.
+    `a`, `b`, `c` are the coefficients of the quintic, `eps` the lower bound of the norm that is divided by. Zeros stay
+    zeros, and an empty matrix stays empty. Raises `ValueError` for another number of dimensions and `TypeError` for
+    integers.
 
     >>> orthogonalize(torch.tensor([[3.0, 0.0], [0.0, 0.1]]), 5, 3.4445, -4.775, 2.0315, 1e-7).diag().float().round()
     tensor([1., 1.])
@@ -59,7 +60,7 @@ def orthogonalize(m: Tensor, steps: int, a: float, b: float, c: float, eps: floa
 def orthogonalize_flat(m: Tensor, shape: list[int], steps: int, a: float, b: float, c: float, eps: float) -> Tensor:
     """`orthogonalize` of the (rows, cols) = `shape` matrix whose elements `m` holds in 1-D; as flat as `m`, bfloat16.
 
-    If `m` is empty, the result is empty: a rank sees a leaf that lies on another rank as empty. Raises `ValueError` for
+    If `m` is empty, the result is empty: a leaf that is held by another rank is empty here. Raises `ValueError` for
     another number of elements, and the errors of `orthogonalize`.
 
     >>> flat = torch.tensor([3.0, 0.0, 0.0, 0.1])

@@ -52,7 +52,7 @@ class Moments(NamedTuple):
         return _check.alike(where, name, moment_tree, params, dtypes=self.dtype or True)
 
     def stored(self, values: list[Tensor], seed: Tensor) -> list[Tensor]:
-        """Returns new moments in the dtype in which they are kept; `seed` is 0-d int64."""
+        """Returns new moments in the dtype in which they are kept; `seed` is scalar int64."""
         if self.dtype is None:
             return values
         if self.dtype == torch.bfloat16:

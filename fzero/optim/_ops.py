@@ -75,11 +75,11 @@ def adamw_(
     decoupled: bool,
 ) -> None:
     """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel; on CUDA with fzero's own
-    (`fzero.kernels.adamw`), where Triton is there and the four are contiguous.
+    (`fzero.kernels.adamw`), if Triton is installed and the four are contiguous.
 
     All four tensors share shape, dtype (floating) and device; any shape, empty included. `count` is the number of this
-    step counted from 1 (0-d int64); `lr` is 0-d float64. `decoupled` chooses AdamW's weight decay over the L2 term.
-    Strides are free, but where the four differ the step goes through contiguous copies.
+    step counted from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the L2
+    term. Strides may be any; if the four differ, the step goes through contiguous copies.
 
     Raises `ValueError` for shapes that differ and `TypeError` for dtypes that differ.
 
@@ -139,7 +139,7 @@ def adamw(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *hyper: Any) -> t
 
 @_op("(Tensor new, Tensor old) -> Tensor")
 def delta(new: Tensor, old: Tensor) -> Tensor:
-    """`new - old`, of one shape and dtype. See the module's docstring for why it is an op of its own.
+    """`new - old`, of one shape and dtype. See the module's docstring for why it is a separate op.
 
     >>> delta(torch.tensor([3.0]), torch.tensor([1.0]))
     tensor([2.])
@@ -159,10 +159,10 @@ def apply_delta(old: Tensor, delta: Tensor) -> Tensor:
 
 @_op("(Tensor x) -> Tensor", pointwise=False)
 def sum_squares(x: Tensor) -> Tensor:
-    """The sum of squares of a floating-point tensor of any shape: 0-d float64, 0 for an empty one.
+    """The sum of squares of a floating-point tensor of any shape: scalar float64, 0 for an empty one.
 
-    Chunks of fixed size, counted from the start of the flat view, are widened to float64 and added in order. So the
-    bits depend on the values and their order alone. Raises `TypeError` for another dtype.
+    Chunks of fixed size, counted from the start of the flat view, are cast to float64 and added in order. So the
+    bits depend only on the values and their order. Raises `TypeError` for another dtype.
 
     >>> sum_squares(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
     tensor(25., dtype=torch.float64)

@@ -10,7 +10,7 @@ its two multiplications:
 
     h <- bits ^ key1;  h <- (h ^ h >> 16) * 0x85ebca6b;  h <- (h ^ key2);  h <- (h ^ h >> 13) * 0xc2b2ae35;  h >> 16
 
-So the op is a function of the element and a 0-d tensor alone. It is pointwise, and a buffer's bits depend neither on
+So the op is a function of the element and a scalar tensor alone. It is pointwise, and a buffer's bits depend neither on
 its slices nor on the device. Elements of equal value round alike under one seed; another seed gives other numbers.
 
 Exact numbers stay as they are, zeros and infinities among them. A NaN stays a NaN. A finite number never becomes
@@ -39,9 +39,9 @@ __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it 
 def stochastic_round(x: Tensor, seed: Tensor) -> Tensor:
     """Returns `x` (float32, any shape) in bfloat16, each element rounded up or down so that its mean over seeds is `x`.
 
-    `seed` is a 0-d int64 tensor, and the only source of chance: equal seeds give equal bits. In a step, use a seed that
-    changes with every step, such as a count. Raises `TypeError` for other dtypes, and if a derivative would have to
-    pass through; `ValueError` for a seed that is not 0-d.
+    `seed` is a scalar int64 tensor, and the only source of randomness: equal seeds give equal bits. In a step, use a
+    seed that changes with every step, such as a count. Raises `TypeError` for other dtypes, and if a derivative would
+    have to pass through; `ValueError` for a seed that is not 0-d.
 
     >>> x = torch.full((1000,), 1.0) + torch.arange(1000) * 2**-20    # bfloat16 has 1.0 and 1.0078125 here
     >>> rounded = stochastic_round(x, torch.tensor(7))

@@ -35,7 +35,7 @@ def moved(
     """The updates and the new moments, each a pytree like params.
 
     direction: from a leaf's gradient and new moments; `descent`, 0-d, times it is the update. decoupled: whether
-    parameters shrink by `rate * decay`, in the place of an L2 term in the gradient. name: the optimizer's, in errors.
+    parameters shrink by `rate * decay`, instead of an L2 term in the gradient. name: the optimizer's, in errors.
     """
     _, old, structure = tree.flatten(params)
     grad = _check.alike(name, "grads", grads, params)

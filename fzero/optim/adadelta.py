@@ -23,8 +23,8 @@ from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
 
 class AdadeltaState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `nu`, `mean`: moving averages of squared gradients and of squared steps,
-    each a pytree like params.
+    """`count`: updates made so far, scalar int64. `nu`, `mean`: moving averages of squared gradients and of squared
+    steps, each a pytree like params.
 
     >>> adadelta().init({"w": torch.ones(2)})
     AdadeltaState(count=tensor(0), nu={'w': tensor([0., 0.])}, mean={'w': tensor([0., 0.])})
@@ -43,8 +43,8 @@ def adadelta(
 ) -> GradientTransformation:
     """Adadelta; `weight_decay` is an L2 term. A step has the size of the steps before, so 1 is the usual rate.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be 0-d tensors. Raises `SpecError` for a value
-    out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
+    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
     >>> tx, params = adadelta(rho=0.75, eps=1.0), {"w": torch.tensor([1.0])}

@@ -33,8 +33,8 @@ from fzero.optim.transform import GradientTransformation, PyTree, _delta, sum_sq
 
 
 class AdafactorState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `row`, `col`: pytrees like params with (..., r) and (..., c) for a leaf
-    (..., r, c), and None for vectors and scalars. `nu`: second moments of those, and None for the others.
+    """`count`: updates made so far, scalar int64. `row`, `col`: pytrees like params with (..., r) and (..., c) for a
+    leaf (..., r, c), and None for vectors and scalars. `nu`: second moments of those, and None for the others.
 
     >>> adafactor().init([torch.ones(2, 3), torch.ones(1)])
     AdafactorState(count=tensor(0), row=[tensor([0., 0.]), None], col=[tensor([0., 0., 0.]), None], \
@@ -131,7 +131,7 @@ def _direction(g: Tensor, held: list[Tensor], newest: Tensor, eps: float) -> tup
 
 
 def _rms(x: Tensor) -> Tensor:
-    """The root of the mean square: 0-d float64."""
+    """The root of the mean square: scalar float64."""
     return torch.sqrt(sum_squares(x) / max(x.numel(), 1))
 
 

@@ -21,7 +21,7 @@ from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
 
 class AdagradState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `sum`: sums of squared gradients, a pytree like params.
+    """`count`: updates made so far, scalar int64. `sum`: sums of squared gradients, a pytree like params.
 
     >>> adagrad(0.1).init({"w": torch.ones(2)})
     AdagradState(count=tensor(0), sum={'w': tensor([0., 0.])})
@@ -40,8 +40,8 @@ def adagrad(
 ) -> GradientTransformation:
     """Adagrad; `weight_decay` is an L2 term. `initial` is the first value of the sums of squares.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be 0-d tensors. Raises `SpecError` for a value
-    out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
+    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
     >>> tx, params = adagrad(0.1), {"w": torch.tensor([1.0])}

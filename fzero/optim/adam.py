@@ -34,7 +34,7 @@ ENDLESS = 1 << 62  # a step number at which beta^t is 0, and so no bias is left 
 
 
 class AdamState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `mu`, `nu`: first and second moments, each a pytree like params, in
+    """`count`: updates made so far, scalar int64. `mu`, `nu`: first and second moments, each a pytree like params, in
     the dtype that `moments=` says.
 
     >>> adam(0.1).init({"w": torch.ones(2)})
@@ -59,9 +59,9 @@ def adam(
     `learning_rate` is a number or a schedule. `moments` is the dtype in which mu and nu are kept: None (their
     parameter's), "float32", or "bfloat16" (rounded stochastically: half the memory of float32 moments). With a dtype
     given, the step is computed in float32 at least, gradients may have any dtype, and updates are float32 at least;
-    `apply_updates` rounds them into the parameter. `learning_rate` and `weight_decay` may be 0-d tensors.
+    `apply_updates` rounds them into the parameter. `learning_rate` and `weight_decay` may be scalar tensors.
     `bias_correction=False` leaves out both divisions by 1 - beta^t. Each of `betas` is a number or a schedule; with a
-    schedule (`fzero.optim.one_cycle`) the step is plain arithmetic in the place of the fused kernel.
+    schedule (`fzero.optim.one_cycle`) the step is plain arithmetic instead of the fused kernel.
 
     Raises `SpecError` for a value out of range or of the wrong type, `TreeError` for params that are not
     floating-point tensors or gradients unlike them, and `TypeError` where a derivative would have to pass through the
@@ -166,8 +166,8 @@ def _adam(
 
 
 class _Scalars(NamedTuple):
-    """What a step whose betas are schedules needs, 0-d float64 each, once for all leaves: the shares of the old and the
-    new in mu and nu, the rate over mu's correction, and nu's correction."""
+    """What a step whose betas are schedules needs, scalar float64 each, once for all leaves: the shares of the old and
+    the new in mu and nu, the rate over mu's correction, and nu's correction."""
 
     old1: Tensor
     new1: Tensor

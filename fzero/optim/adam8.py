@@ -31,7 +31,7 @@ class Blocks(NamedTuple):
 
 
 class Adam8State(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `mu`, `nu`: first and second moments in 8 bits.
+    """`count`: updates made so far, scalar int64. `mu`, `nu`: first and second moments in 8 bits.
 
     >>> adamw8bit(0.1).init({"w": torch.ones(2)}).mu
     Blocks(codes={'w': tensor([0, 0], dtype=torch.int8)}, scales={'w': tensor([0.])})

@@ -20,7 +20,7 @@ from fzero.optim.transform import GradientTransformation, PyTree, apply_updates
 
 
 class EmaState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `average`: a pytree like params.
+    """`count`: updates made so far, scalar int64. `average`: a pytree like params.
 
     >>> ema(0.9).init([torch.ones(1)])
     EmaState(count=tensor(0), average=[tensor([0.])])
@@ -76,7 +76,7 @@ def ema_params(tx: GradientTransformation, decay: float) -> GradientTransformati
     `get_ema_multi_avg_fn(decay)`, for an average that starts at the first parameters. Put `tx` last: what changes the
     updates afterwards is not in the average.
 
-    Raises `SpecError` for a decay outside [0, 1) and if `tx` is no transformation.
+    Raises `SpecError` for a decay outside [0, 1) and if `tx` is not a transformation.
 
     >>> from fzero.optim import sgd
     >>> tx, params = ema_params(sgd(1.0), 0.75), [torch.tensor([1.0])]

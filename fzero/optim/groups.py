@@ -22,7 +22,7 @@ def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTran
     transformations' states in the order of the rules. Each is over params with `None` for the leaves of other rules, so
     these take no memory. A norm in one of them is that of its own leaves.
 
-    Raises `SpecError` for a leaf without a rule, for a rule that decides for no leaf, and for a value that is no
+    Raises `SpecError` for a leaf without a rule, for a rule that wins for no leaf, and for a value that is no
     transformation. Raises `TreeError` for gradients unlike params and for a state of another length.
 
     >>> from fzero.optim import adamw, sgd
@@ -81,9 +81,9 @@ def scale_by_path(rules: Mapping[str, float]) -> GradientTransformation:
     """Returns a transformation that multiplies the updates of the leaves that a rule names; all others pass.
 
     The numbers are learning-rate multipliers if it stands at the end of a chain. Weight decay is part of an update, so
-    it is multiplied too. 0 keeps a leaf as it is; its moments move on.
+    it is multiplied too. 0 keeps a leaf unchanged; its moments are still updated.
 
-    Raises `SpecError` for a multiplier that is no finite number and for a rule that decides for no leaf, `TreeError`
+    Raises `SpecError` for a multiplier that is not a finite number and for a rule that wins for no leaf, `TreeError`
     for gradients unlike params.
 
     >>> tx = scale_by_path({"embed": 0.1, "head/**": 2.0})

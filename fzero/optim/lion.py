@@ -22,7 +22,7 @@ from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
 
 
 class LionState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `mu`: the momentum, a pytree like params, as `moments=` keeps it.
+    """`count`: updates made so far, scalar int64. `mu`: the momentum, a pytree like params, as `moments=` keeps it.
 
     >>> lion(1e-4).init({"w": torch.ones(2)})
     LionState(count=tensor(0), mu={'w': tensor([0., 0.])})

@@ -36,9 +36,9 @@ _ADJUST = {
 
 
 class MuonState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `matrices`: their momentum, with None for other leaves: by this name a
-    layout knows that it is to keep each of them whole on one rank (`fzero.plan.whole_leaves`). `others`: the state of
-    `others=` over the other leaves, or () without.
+    """`count`: updates made so far, scalar int64. `matrices`: their momentum, with None for other leaves: by this name
+    a layout knows that it is to keep each of them in full on one rank (`fzero.plan.whole_leaves`). `others`: the state
+    of `others=` over the other leaves, or () without.
 
     >>> muon(0.02).init({"w": torch.ones(1, 2)})
     MuonState(count=tensor(0), matrices={'w': tensor([[0., 0.]])}, others=())

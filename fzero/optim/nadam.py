@@ -26,7 +26,7 @@ from fzero.optim.transform import GradientTransformation, PyTree
 
 
 class NadamState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `product`: of the momentum decays so far, 0-d float64. `mu`, `nu`:
+    """`count`: updates made so far, scalar int64. `product`: of the momentum decays so far, scalar float64. `mu`, `nu`:
     first and second moments, each a pytree like params.
 
     >>> nadam(0.1).init([torch.ones(1)])
@@ -49,8 +49,8 @@ def nadam(
 ) -> GradientTransformation:
     """NAdam; `weight_decay` is an L2 term, or AdamW's with `decoupled_weight_decay`.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be 0-d tensors. Raises `SpecError` for a value
-    out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
+    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
     >>> tx, params = nadam(0.1), {"w": torch.tensor([1.0, -1.0])}

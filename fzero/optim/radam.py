@@ -27,7 +27,7 @@ from fzero.optim.transform import GradientTransformation, PyTree
 
 
 class RadamState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `mu`, `nu`: first and second moments, each a pytree like params.
+    """`count`: updates made so far, scalar int64. `mu`, `nu`: first and second moments, each a pytree like params.
 
     >>> radam(0.1).init([torch.ones(1)])
     RadamState(count=tensor(0), mu=[tensor([0.])], nu=[tensor([0.])])
@@ -47,8 +47,8 @@ def radam(
 ) -> GradientTransformation:
     """RAdam; `weight_decay` is an L2 term, or AdamW's with `decoupled_weight_decay`.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be 0-d tensors. Raises `SpecError` for a value
-    out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
+    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
     >>> tx, params = radam(0.1), {"w": torch.tensor([1.0, -1.0])}

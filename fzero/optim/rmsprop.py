@@ -25,7 +25,7 @@ from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
 
 class RmspropState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `nu`, `mu`, `momentum`: pytrees like params; `mu` is None unless
+    """`count`: updates made so far, scalar int64. `nu`, `mu`, `momentum`: pytrees like params; `mu` is None unless
     centred, `momentum` None without momentum.
 
     >>> rmsprop(0.1).init({"w": torch.ones(2)})
@@ -48,8 +48,9 @@ def rmsprop(
 ) -> GradientTransformation:
     """RMSprop; `weight_decay` is an L2 term. `learning_rate` is a number or a schedule.
 
-    `learning_rate` and `weight_decay` may be 0-d tensors that the step computes. Raises `SpecError` for a value out of
-    range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients unlike them.
+    `learning_rate` and `weight_decay` may be scalar tensors that the step computes. Raises `SpecError` for a value out
+    of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients unlike
+    them.
 
     >>> tx, params = rmsprop(0.1, alpha=0.75), {"w": torch.tensor([1.0])}
     >>> tx.update({"w": torch.tensor([2.0])}, tx.init(params), params)[0]

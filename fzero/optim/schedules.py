@@ -1,8 +1,8 @@
 """Learning-rate schedules: functions of the step count, made of tensor operations alone.
 
 A schedule takes the number of updates already made: a 0-d integer tensor, 0 at the first update. It gives the learning
-rate of the next one as a 0-d float64 tensor on the same device. Nothing is read back from the device, so a schedule is
-part of the compiled step and its trace serves every step. Any function of this kind is a schedule:
+rate of the next one as a scalar float64 tensor on the same device. Nothing is read back from the device, so a schedule
+is part of the compiled step and its trace serves every step. Any function of this kind is a schedule:
 
 >>> schedule = lambda count: 0.1 * 0.5 ** (count // 1000).to(torch.float64)
 
@@ -53,7 +53,7 @@ def constant(value: float) -> Schedule:
 def linear_warmup(peak: float, steps: int) -> Schedule:
     """From 0 at count 0 to `peak` at count `steps`, and `peak` from there on. With `steps=0` it is `constant(peak)`.
 
-    Raises `SpecError` (a `ValueError`) for a negative `peak` or `steps`, and for a value that is no number.
+    Raises `SpecError` (a `ValueError`) for a negative `peak` or `steps`, and for a value that is not a number.
 
     >>> [linear_warmup(1.0, 4)(torch.tensor(c)).item() for c in (0, 1, 4, 9)]
     [0.0, 0.25, 1.0, 1.0]
@@ -168,7 +168,7 @@ def exponential(peak: float, steps: int, rate: float, staircase: bool = False, e
 def piecewise(value: float, factors: Mapping[int, float]) -> Schedule:
     """`value`, multiplied by each factor from its boundary on: `{30_000: 0.1, 60_000: 0.1}` divides twice by ten.
 
-    Raises `SpecError` for a negative value or factor, and for a boundary that is no whole number.
+    Raises `SpecError` for a negative value or factor, and for a boundary that is not an integer.
 
     >>> [round(piecewise(1.0, {2: 0.5, 4: 0.1})(torch.tensor(c)).item(), 6) for c in (0, 1, 2, 4, 9)]
     [1.0, 1.0, 0.5, 0.05, 0.05]
@@ -304,7 +304,7 @@ def as_betas(where: str, betas: Any) -> tuple[float | Schedule, float | Schedule
 
 
 def _progress(count: Tensor, steps: int) -> Tensor:
-    """How much of `steps` is done at `count`: 0-d float64 in [0, 1]."""
+    """How much of `steps` is done at `count`: scalar float64 in [0, 1]."""
     return torch.clamp(count.to(torch.float64) / steps, 0.0, 1.0)
 
 

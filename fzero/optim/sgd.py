@@ -24,7 +24,7 @@ from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
 
 class SgdState(NamedTuple):
-    """`count`: updates made so far, 0-d int64. `momentum`: a pytree like params, or None where momentum is 0.
+    """`count`: updates made so far, scalar int64. `momentum`: a pytree like params, or None where momentum is 0.
 
     >>> sgd(0.1).init({"w": torch.ones(2)})
     SgdState(count=tensor(0), momentum=None)
@@ -42,8 +42,8 @@ def sgd(
 ) -> GradientTransformation:
     """SGD with momentum, Nesterov's variant and an L2 term. `learning_rate` and `momentum` are numbers or schedules.
 
-    `learning_rate` and `weight_decay` may be 0-d tensors that the step computes. Raises `SpecError` for a value out of
-    range or of the wrong type and for `nesterov` without momentum, and `TreeError` for params that are not
+    `learning_rate` and `weight_decay` may be scalar tensors that the step computes. Raises `SpecError` for a value out
+    of range or of the wrong type and for `nesterov` without momentum, and `TreeError` for params that are not
     floating-point tensors or gradients unlike them.
 
     >>> tx, params = sgd(0.1, momentum=0.9), {"w": torch.tensor([1.0])}

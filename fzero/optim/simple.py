@@ -63,7 +63,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
 
 
 class ScheduleState(NamedTuple):
-    """`count`: updates made so far, 0-d int64.
+    """`count`: updates made so far, scalar int64.
 
     >>> scale_by_schedule(lambda count: -0.1 / (count + 1)).init([])
     ScheduleState(count=tensor(0))
@@ -75,7 +75,7 @@ class ScheduleState(NamedTuple):
 def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     """Multiplies every leaf by `schedule(count)`, which may be negative; dtypes are kept.
 
-    Raises `SpecError` when the schedule returns anything but a 0-d tensor.
+    Raises `SpecError` when the schedule returns anything but a scalar tensor.
 
     >>> tx = scale_by_schedule(lambda count: -0.5 ** count)
     >>> updates, opt_state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]), None)

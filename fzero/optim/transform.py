@@ -60,7 +60,7 @@ def identity() -> GradientTransformation:
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
-    """Returns a transformation that multiplies every leaf by a finite number or a 0-d tensor; dtypes are kept.
+    """Returns a transformation that multiplies every leaf by a finite number or a scalar tensor; dtypes are kept.
 
     >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
     ([tensor(-6.)], ())
@@ -74,8 +74,8 @@ def scale(factor: float | Tensor) -> GradientTransformation:
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Returns a transformation that applies the given ones one after another; its state is the tuple of their states.
 
-    An empty chain is the identity. Raises `SpecError` for an argument that is no transformation, and `TreeError` for a
-    state of another length.
+    An empty chain is the identity. Raises `SpecError` for an argument that is not a transformation, and `TreeError` for
+    a state of another length.
 
     >>> chain(scale(2.0), scale(5.0)).update([torch.tensor(1.0)], ((), ()), None)
     ([tensor(10.)], ((), ()))
@@ -141,7 +141,7 @@ def apply_updates(params: PyTree, updates: PyTree, seed: Tensor | None = None) -
     """Returns `params + updates`, leaf by leaf, in each parameter's dtype.
 
     bfloat16 leaves are rounded to nearest without a `seed`. With a `seed` the sum is computed in float32 and rounded up
-    or down at random by `stochastic_round`, so that small updates are not lost. The seed is 0-d int64 and differs at
+    or down at random by `stochastic_round`, so that small updates are not lost. The seed is scalar int64 and differs at
     every step; a count will do. Adam's updates come to `delta(new, p)`: in a captured step `apply_delta(p, delta(new,
     p))` is folded to `new`.
 
@@ -267,7 +267,7 @@ def _wide_norm(values: PyTree) -> Tensor:
 
 
 def sum_squares(x: Tensor) -> Tensor:
-    """Returns the sum of squares of a leaf: 0-d float64, over all ranks that hold a part of it.
+    """Returns the sum of squares of a leaf: scalar float64, over all ranks that hold a part of it.
 
     >>> sum_squares(torch.tensor([3.0, 4.0]))
     tensor(25., dtype=torch.float64)

@@ -43,7 +43,7 @@ def scale_by_trust_ratio(
 ) -> GradientTransformation:
     """Multiplies each leaf by `coefficient * |p| / (|g| + eps)`, or by 1 where |p| or |g| is 0; dtypes are kept.
 
-    `bounds` are the least and the largest ratio. Raises `SpecError` for a value out of range, and `TreeError` for
+    `bounds` are the minimum and the maximum ratio. Raises `SpecError` for a value out of range, and `TreeError` for
     gradients unlike params.
 
     >>> tx = scale_by_trust_ratio()
@@ -77,10 +77,10 @@ def lamb(
     mask: Mask | None = None,
     bounds: tuple[float, float] | None = None,
 ) -> GradientTransformation:
-    """LAMB. `mask` selects the leaves that decay; `bounds` are the least and the largest trust ratio.
+    """LAMB. `mask` selects the leaves that decay; `bounds` are the minimum and the maximum trust ratio.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be 0-d tensors. Raises `SpecError` for a value
-    out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
+    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
     >>> tx, params = lamb(0.1), {"w": torch.tensor([3.0, 4.0])}
@@ -105,8 +105,8 @@ def lars(
 ) -> GradientTransformation:
     """LARS. `mask` selects the leaves that decay and have a trust ratio; the others take plain momentum steps.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be 0-d tensors. Raises `SpecError` for a value
-    out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
+    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
     >>> tx, params = lars(1.0, trust_coefficient=0.1), {"w": torch.tensor([3.0, 4.0])}

@@ -19,8 +19,8 @@ from fzero.optim.transform import GradientTransformation, PyTree, _wide_norm
 class InjectState(NamedTuple):
     """The state of `inject_hyperparams`. The transformation makes a new one at each update.
 
-    count: updates made so far, 0-d int64. hyper: the hyperparameters by name, 0-d float64. They are those of the last
-    update, and of the next one unless a schedule sets them; the owner of the state may replace them between steps.
+    count: updates made so far, scalar int64. hyper: the hyperparameters by name, scalar float64. They are those of the
+    last update, and of the next one unless a schedule sets them; the owner of the state may replace them between steps.
     inner: the transformation's own state.
 
     >>> from fzero.optim import sgd
@@ -39,7 +39,7 @@ def inject_hyperparams(
     """Returns a function that makes `fn(**hyper)` with its numbers and schedules as 0-d tensors in the state.
 
     The owner of the state may change numbers between steps. A schedule, a function of one argument, sets its
-    hyperparameter anew at every step. Names in `static`, and arguments that are neither number nor schedule, are given
+    hyperparameter at every step. Names in `static`, and arguments that are neither number nor schedule, are given
     to `fn` as they are. If an argument may not be a tensor, `fn` raises: in `adamw`, for instance, `learning_rate` and
     `weight_decay` may be tensors, `betas` and `eps` may not.
 
@@ -129,7 +129,7 @@ def _injected(
 class IfFiniteState(NamedTuple):
     """The state of `apply_if_finite`. The transformation makes a new one at each update.
 
-    skipped: updates left out so far, 0-d int64. inner: the transformation's own state.
+    skipped: updates left out so far, scalar int64. inner: the transformation's own state.
 
     >>> from fzero.optim import scale
     >>> apply_if_finite(scale(1.0)).init([])
@@ -143,12 +143,12 @@ class IfFiniteState(NamedTuple):
 def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
     """Returns `tx`, except that a step with an infinite or NaN gradient changes nothing.
 
-    In such a step updates are zero, and `tx`'s state stays as it was. The choice is made on the device, element by
-    element, by one flag computed from the global norm. So nothing is read back, and every rank chooses alike. `skipped`
-    counts the steps left out. The choice needs the old state, so moments are not updated in place: while a bucket is
-    updated, there are two of each.
+    In such a step updates are zero, and `tx`'s state is unchanged. The choice is made on the device, element by
+    element, by one flag computed from the global norm. So nothing is read back, and every rank makes the same choice.
+    `skipped` counts the steps left out. The choice needs the old state, so moments are not updated in place: while a
+    bucket is updated, there are two of each.
 
-    Raises `SpecError` if `tx` is no transformation, `TreeError` if `tx` changes its state's structure.
+    Raises `SpecError` if `tx` is not a transformation, `TreeError` if `tx` changes its state's structure.
 
     >>> from fzero.optim import sgd
     >>> tx, params = apply_if_finite(sgd(0.1, momentum=0.9)), [torch.ones(2)]
@@ -200,8 +200,8 @@ def _or_zero(flag: Tensor) -> Callable[[Tensor], Tensor]:
 class DelayedState(NamedTuple):
     """The state of `delayed`. The transformation makes a new one at each update.
 
-    steps: updates so far, 0-d int64. pending: the gradients of the last step, like params. inner: the transformation's
-    own state.
+    steps: updates so far, scalar int64. pending: the gradients of the last step, like params. inner: the
+    transformation's own state.
 
     >>> from fzero.optim import scale
     >>> delayed(scale(1.0)).init([torch.ones(2)])
@@ -219,9 +219,9 @@ def delayed(tx: GradientTransformation) -> GradientTransformation:
     The gradients wait in the state, so a checkpoint has them, and the update depends on nothing of the present batch. A
     program may run it beside the forward and backward. The first update changes nothing: there is no gradient yet. It
     costs a gradient's bytes in the state, in the parameter's dtype, and `tx`'s old state beside the new one while a
-    bucket is updated. It trains otherwise than `tx`: docs/optimizers.md says what changes.
+    bucket is updated. It trains differently from `tx`: docs/optimizers.md says what changes.
 
-    Raises `SpecError` if `tx` is no transformation.
+    Raises `SpecError` if `tx` is not a transformation.
 
     >>> from fzero.optim import sgd
     >>> tx, params = delayed(sgd(0.5)), [torch.ones(1)]

@@ -94,7 +94,7 @@ DEEPSPEED = table(
          lr_range_test_step_rate=Of(POSITIVE, 1.0), lr_range_test_staircase=False),
     keys("scheduler.params", HONOURED, "beta1 of Adam and AdamW, whose beta2 is 0.99 then", cycle_momentum=True,
          cycle_min_mom=Of(POSITIVE, 0.8), cycle_max_mom=Of(POSITIVE, 0.9), decay_mom_rate=Of(POSITIVE, 0.0)),
-    keys("scheduler.params", REFUSED, "a run goes on from a checkpoint, which holds the count", "take it out",
+    keys("scheduler.params", REFUSED, "a run resumes from a checkpoint, which holds the count", "take it out",
          last_batch_iteration=Of(SIGNED, -1)),
     # --- precision
     keys("fp16", HONOURED, "Spec(precision=)", auto=True, enabled=False),
