@@ -19,7 +19,7 @@ from fzero.errors import SpecError
 from fzero.ir import fx_nodes
 from fzero.ir.records import DTYPE_NAMES
 from fzero.shard.factors import Call
-from fzero.shard.layouts import Layout
+from fzero.shard.layouts import AxisCut, Layout
 from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard
 from fzero.shard.rules import Unknown, strategies
 
@@ -100,7 +100,8 @@ def transition(source: Placement, target: Placement, axis: str) -> tuple[Transit
 def transitions(source: Layout, target: Layout) -> tuple[Transition, ...]:
     """The transfers that bring a value from one layout to another. First the sums, in the order in which `source` has
     them, each to what `target` keeps of it. Then the other axes of `source`, the inner cut first, ZeRO's slices along
-    several axes as one. Then parts are taken along the axes that `target` alone has.
+    several axes as one. Along an axis that `target` alone has a part is taken: before the sums where it is an outer
+    cut of what they leave, else at the end.
 
     >>> from fzero.ir.mesh import Mesh
     >>> mesh = Mesh((("dp_out", 2), ("dp", 2)))
@@ -110,17 +111,24 @@ def transitions(source: Layout, target: Layout) -> tuple[Transition, ...]:
     >>> [(step.kind, step.axis) for step in transitions(rest, Layout())]
     [('all_gather', 'dp.dp_out')]
     """
-    steps: list[Transition] = []
+    named = {cut.axis for cut in source.cuts}
+    scattered = [cut.axis for cut in source.partial.cuts if target.on(cut.axis) != Replicated()]
+    order = [cut.axis for cut in target.cuts if cut.axis in scattered]
+    assert order == scattered, f"{source} is summed in another order than {target} is cut in"
+    inner = max((i for i, cut in enumerate(target.cuts) if cut.axis in scattered), default=0)
+
+    def taken(cuts: Sequence[AxisCut]) -> list[Transition]:
+        own = [cut for cut in cuts if cut.axis not in named and cut.n > 1]
+        return [step for cut in own for step in transition(Replicated(), cut.placement, cut.axis)]
+
+    steps = taken(target.cuts[:inner])
     others = [cut for cut in reversed(source.cuts) if not isinstance(cut.placement, Partial)]
     for cut in (*source.partial.cuts, *others):
         for step in transition(cut.placement, target.on(cut.axis), cut.axis) if cut.n > 1 else ():
             if steps and (step.source, step.target) == (steps[-1].source, steps[-1].target) == (Flat(), Replicated()):
                 step = replace(step, axis=f"{step.axis}.{steps.pop().axis}")
             steps.append(step)
-    named = {cut.axis for cut in source.cuts}
-    for cut in target.cuts:
-        steps += transition(Replicated(), cut.placement, cut.axis) if cut.n > 1 and cut.axis not in named else ()
-    return tuple(steps)
+    return (*steps, *taken(target.cuts[inner:]))
 
 
 def kind_of(source: Placement, want: Placement) -> str:

@@ -1,4 +1,4 @@
-"""A codec that nobody built in: gradients of one bucket travel in bf16, scaled. It is one record, in this file."""
+"""A codec that nobody built in: gradients of one bucket travel in bf16, scaled. It is one record, made here."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def gradients() -> list[Any]:
 
 def summed(parts: list[Tensor], mesh: dict[str, int]) -> Tensor:
     """The mean over ranks as it travels: over each axis it is encoded, added in rank order, and decoded. The last sum
-    is divided as it is, before it is decoded."""
+    is divided before it is decoded."""
     sizes = [n for _, n in reversed(mesh.items())]
     for number, n in enumerate(sizes):
         coded = [encode(part) for part in parts]

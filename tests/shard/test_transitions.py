@@ -1,0 +1,129 @@
+"""Transfers between layouts, by brute force: what each says is done on the tensors of all ranks, in one process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from fzero.errors import SpecError
+from fzero.ir.mesh import Mesh, parts_of
+from fzero.shard.layouts import WHOLE, AxisCut, Layout
+from fzero.shard.moves import Transition, by_way_of_whole, kind_of, transition, transitions
+from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard, join, local_shape, own_part, split
+
+MESH = Mesh((("dp_out", 2), ("dp", 3), ("tp", 2)))
+RANKS = range(MESH.world_size)
+ORDER = ("dp", "dp_out")  # of sums, and of ZeRO's slices: the inner axis first
+FLAT = [Layout.over(MESH, axes, Flat()) for axes in ((), ("dp",), ("dp_out",), ORDER)]
+PLACEMENTS: list[Placement] = [Replicated(), Shard(0), Shard(1), Shard(0, groups=2), Partial(), Partial("max"), Flat()]
+
+
+def done(step: Transition, held: list[Tensor]) -> list[Tensor]:
+    """What every rank holds after a transfer, from what each held."""
+    after = []
+    for rank in RANKS:
+        place, n = MESH.coordinate(rank, step.axis), MESH.size(step.axis)
+        parts = [held[peer] for peer in MESH.peers(rank, step.axis)]
+        whole = held[rank] if step.kind == "own_part" else join(parts, step.source)
+        assert step.kind != "all_to_all" or isinstance(step.target, Shard)
+        after.append(own_part(whole, step.target, n, place))
+    return after
+
+
+def value(seed: int = 0) -> Tensor:
+    return torch.randint(-9, 9, (72,), generator=torch.Generator().manual_seed(seed)).double()
+
+
+@pytest.mark.parametrize("summed", [("dp",), ("dp_out",), ORDER])
+@pytest.mark.parametrize("kept", FLAT, ids=str)
+def test_a_gradient_comes_to_what_each_rank_updates(summed: tuple[str, ...], kept: Layout) -> None:
+    """Sums over the axes on which it is Partial alone: along others it is the same already."""
+    addend = {rank: value(sum(MESH.coordinate(rank, axis) * 7**i for i, axis in enumerate(summed))) for rank in RANKS}
+    total = torch.stack([addend[peer] for peer in MESH.peers(0, ".".join(summed))]).sum(0)
+    held = list(addend.values())
+    for step in transitions(Layout.over(MESH, summed, Partial()), kept):
+        held = done(step, held)
+    assert [x.tolist() for x in held] == [kept.own_part(total, MESH, rank).tolist() for rank in RANKS]
+
+
+def test_a_sum_of_which_a_slice_is_kept_is_a_reduce_scatter_in_the_order_of_the_sum() -> None:
+    grad = Layout.over(MESH, ORDER, Partial())
+    kinds = [[f"{step.kind} {step.axis}" for step in transitions(grad, kept)] for kept in FLAT]
+    assert kinds == [
+        ["all_reduce dp", "all_reduce dp_out"],
+        ["reduce_scatter dp", "all_reduce dp_out"],
+        ["all_reduce dp", "reduce_scatter dp_out"],
+        ["reduce_scatter dp", "reduce_scatter dp_out"],
+    ]
+
+
+@pytest.mark.parametrize("source", FLAT, ids=str)
+@pytest.mark.parametrize("kept", range(3))
+def test_slices_are_gathered_to_coarser_ones_at_once(source: Layout, kept: int) -> None:
+    """Several axes are one gather; what both layouts cut alike stays."""
+    target, whole = Layout(source.cuts[:kept]), value()
+    held = [source.own_part(whole, MESH, rank) for rank in RANKS]
+    steps = transitions(source, target)
+    assert [step.axis for step in steps] == [".".join(parts_of(source.axes)[kept:])] * bool(source.cuts[kept:])
+    for step in steps:
+        held = done(step, held)
+    assert [x.tolist() for x in held] == [target.own_part(whole, MESH, rank).tolist() for rank in RANKS]
+    back = transitions(target, source)
+    assert {step.kind for step in back} <= {"own_part"}
+    for step in back:
+        held = done(step, held)
+    assert [x.tolist() for x in held] == [source.own_part(whole, MESH, rank).tolist() for rank in RANKS]
+
+
+def test_a_leaf_cut_by_dims_and_sliced_comes_whole_the_inner_cut_first() -> None:
+    lies = Layout((AxisCut("tp", 2, Shard(1)), AxisCut("dp", 3, Shard(0)), AxisCut("dp_out", 2, Shard(1))))
+    whole = value().view(6, 12)
+    held = [lies.own_part(whole, MESH, rank) for rank in RANKS]
+    steps = transitions(lies, WHOLE)
+    assert [step.axis for step in steps] == ["dp_out", "dp", "tp"]
+    for step in steps:
+        held = done(step, held)
+    assert all(torch.equal(x, whole) for x in held)
+
+
+@pytest.mark.parametrize(("source", "want"), [*product(PLACEMENTS, PLACEMENTS)], ids=str)
+def test_each_placement_comes_to_each_other_one(source: Placement, want: Placement) -> None:
+    """None, one transfer, or two by way of all of it; never to a sum that is missing."""
+    whole = value().view(12, 6)
+    if isinstance(want, Partial) and source != want:
+        with pytest.raises(AssertionError, match="is never brought to"):
+            transition(source, want, "tp")
+        return
+    steps = transition(source, want, "tp")
+    direct = source == want or (want == Replicated() or source == Replicated())
+    by_whole = len(steps) == 2
+    assert len(steps) == (source != want) + by_whole
+    assert not (direct and by_whole)
+    if isinstance(want, Shard) and source != want and not isinstance(source, Flat):
+        assert by_way_of_whole(source, want) == by_whole
+    if len(steps) == 1:
+        assert steps[0].kind == kind_of(source, want)
+    flat = isinstance(source, Flat)
+    parts = split(whole, source, 2)
+    held = [parts[MESH.coordinate(rank, "tp")] for rank in RANKS]
+    for step in steps:
+        held = [x.view(12, 6) if flat and x.numel() == 72 else x for x in held]
+        held = done(step, held)
+    for rank in RANKS if source != want else ():
+        wanted = own_part(whole, want, 2, MESH.coordinate(rank, "tp"))
+        assert torch.equal(held[rank].view(wanted.shape), wanted)
+
+
+def test_axes_of_one_rank_need_no_transfer() -> None:
+    alone = Mesh((("dp", 1),))
+    lies = [Layout.over(alone, "dp", placement) for placement in (Partial(), Flat())]
+    assert transitions(lies[0], lies[1]) == transitions(lies[1], WHOLE) == ()
+
+
+def test_slices_are_equal() -> None:
+    assert local_shape((4, 6), Flat(), 3) == (8,)
+    with pytest.raises(SpecError, match="5 ranks need equal stretches: 24 elements"):
+        local_shape((4, 6), Flat(), 5)
