@@ -15,7 +15,7 @@ from models import MLP
 from torch import Tensor
 
 import fzero
-from fzero import LossScale, optim, random, tree
+from fzero import LossScale, backend, optim, random, tree
 from fzero.precision import PRESETS
 
 # --- the scale by itself ----------------------------------------------------------------------------------------------
