@@ -224,36 +224,6 @@ def gloo(line: Line) -> P2P:
     return P2P(line, all_gather=gather_by_gloo)
 
 
-def _reduce_op(op: Op) -> Any:
-    return dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
-
-
-def _nccl_gather(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-    return all_gather_single(dest.view(-1), source.view(-1), group=group, async_op=True)
-
-
-def _nccl_exchange(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-    return dist.all_to_all_single(dest.view(-1), source.view(-1), group=group, async_op=True)
-
-
-def _nccl_scatter(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-    return dist.reduce_scatter_tensor(dest, source, op=_reduce_op(op), group=group, async_op=True)
-
-
-def _nccl_reduce(group: Any, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-    dest.view(-1).copy_(source.reshape(-1))
-    return dist.all_reduce(dest, op=_reduce_op(op), group=group, async_op=True)
-
-
-NCCL_CALLS: dict[str, Callable[[Any, Op, torch.Tensor, torch.Tensor], Any]] = {
-    "all_gather": _nccl_gather,
-    "reduce_scatter": _nccl_scatter,
-    "all_reduce": _nccl_reduce,
-    "all_reduce_small": _nccl_reduce,
-    "all_to_all": _nccl_exchange,
-}  # by kind: starts it on a group, and returns torch's handle; the division comes after
-
-
 class Nccl:
     """`Comm` on NCCL's collectives. A wait puts an event on the compute stream; the host goes on.
 
@@ -278,7 +248,7 @@ class Nccl:
             self.pending[name] = self.messages.start(op, tensors)
             return
         source, dest, divisor = tensors[0], tensors[len(op.reads)], op.divisor
-        work = NCCL_CALLS[op.kind](self.group, op, source, dest)
+        work = NCCL_CALLS[op.kind](self, op, source, dest)
 
         def divide() -> None:
             if divisor != 1:
@@ -296,6 +266,32 @@ class Nccl:
     def drain(self) -> None:
         """Ends all transfers that were started."""
         drain(self, list(self.pending))
+
+    def _gather(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+        return all_gather_single(dest.view(-1), source.view(-1), group=self.group, async_op=True)
+
+    def _exchange(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+        return dist.all_to_all_single(dest.view(-1), source.view(-1), group=self.group, async_op=True)
+
+    def _scatter(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+        return dist.reduce_scatter_tensor(dest, source, op=self._how(op), group=self.group, async_op=True)
+
+    def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
+        dest.view(-1).copy_(source.reshape(-1))
+        return dist.all_reduce(dest, op=self._how(op), group=self.group, async_op=True)
+
+    def _how(self, op: Op) -> Any:
+        return dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
+
+
+# by kind: starts it, and returns torch's handle; the division comes after
+NCCL_CALLS: dict[str, Callable[[Nccl, Op, torch.Tensor, torch.Tensor], Any]] = {
+    "all_gather": Nccl._gather,
+    "reduce_scatter": Nccl._scatter,
+    "all_reduce": Nccl._reduce,
+    "all_reduce_small": Nccl._reduce,
+    "all_to_all": Nccl._exchange,
+}
 
 
 class Alone:

@@ -92,7 +92,7 @@ def test_every_line_of_cuda_has_run(told: Callable[[int], dict[str, Any]], golde
 def test_the_rule_finds_lines() -> None:
     found = {line.key for line in lines.cuda_lines()}
     assert {
-        "fzero/checkpoint/save.py _copied: torch.cuda.current_stream(source).synchronize()",
+        "fzero/backend.py CudaCalls.finish: torch.cuda.current_stream(device).synchronize()",
         "fzero/runtime/executor.py Executor.run: self.recording.replay()",
         "fzero/random/_draw_ops.py _raw: _kernels().derive(rows, keys, None, domain=_BITS)",
         "fzero/profile/record.py _Device.__call__: event = torch.cuda.Event(enable_timing=True)",
