@@ -23,8 +23,7 @@ from fzero.codegen import inplace, matmul, out_forms, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.out_forms import Call
 from fzero.codegen.segment_memory import layout, tensor_at
-from fzero.ir import as_strided, fx_nodes, fx_values
-from fzero.kernels import kernel_for
+from fzero.ir import as_strided, fx_nodes, fx_values, op_info
 
 aten = torch.ops.aten
 
@@ -166,4 +165,6 @@ def _result_at(results: Iterable[torch.Tensor], x: Any) -> Any:
 
 def _kernel(target: Any, args: Any, kwargs: Any) -> Any:
     """The function that runs for an op on these operands."""
-    return matmul.KERNELS.get(target) or kernel_for(target, *args, **kwargs) or kernel_of(target)
+    row = op_info.of(target).kernel
+    replaced = row.taking(*args, **kwargs) if row is not None else None
+    return matmul.KERNELS.get(target) or replaced or kernel_of(target)

@@ -90,7 +90,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.isinf.default": lambda node: (
         operand_bytes(node) * fx_nodes.operand(node).meta["val"].is_floating_point()
     ),  # magnitudes
-    "aten.mvlgamma.default": lambda node: (cast(int, node.args[1]) + 1) * result_bytes(node),
+    "aten.mvlgamma": lambda node: (cast(int, node.args[1]) + 1) * result_bytes(node),
     "aten.histogram.bins_tensor": result_bytes,
     **of("all.dims any.dims", counted(1)),
     "aten.count_nonzero.dim_IntList": counted(9),
@@ -102,6 +102,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.cumsum.default": _cast_input,
     "aten.sum.default": _cast_input,
     "aten.sum.dim_IntList": _cast_input,
+    "aten.sum.IntList_out": _cast_input,
     "aten.mean.default": _cast_input,
     "aten.mean.dim": _cast_input,
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,

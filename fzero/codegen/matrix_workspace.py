@@ -137,7 +137,8 @@ def _onednn_matmul(node: fx.Node) -> int:
 
 
 FORMULAS: dict[str, Formula] = {
-    **of("mm addmm bmm baddbmm addbmm mv addmv", _gemm),
+    # of all overloads: `write_in_place` makes `mm.out` of `mm`
+    **{f"aten.{name}": _gemm for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv")},
     **of("_fft_r2c _fft_c2c _fft_c2r", _fft),
     **of("_linalg_det _linalg_slogdet", _determinant),
     **of("median nanmedian ormqr linalg_lu_solve", _lapack(0)),

@@ -37,9 +37,14 @@ def results(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _product(node: fx.Node) -> int:
-    first = operands(node)[-2 if "out" not in node.kwargs else -3]
-    result = node.kwargs["out"].meta["val"] if "out" in node.kwargs else results(node)[0]  # type: ignore[union-attr]
-    return 2 * result.numel() * int(first.shape[-1])
+    """Of the last two operands before `out`."""
+    left, right = operands(node)[-2:] if "out" not in node.kwargs else operands(node)[-3:-1]
+    return 2 * left.numel() * int(right.shape[-1])
+
+
+def _scaled_product(node: fx.Node) -> int:
+    left, right = operands(node)[:2]
+    return 2 * left.numel() * int(right.shape[-1])
 
 
 def _convolution(node: fx.Node) -> int:
@@ -89,7 +94,8 @@ _MATH = ("attention_math", "attention_math_for_mps")
 op_info.fill(
     "flops",
     {
-        **dict.fromkeys(("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"), _product),
+        **{f"aten.{name}": _product for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm")},
+        "aten._scaled_mm": _scaled_product,
         **dict.fromkeys((f"fzero.onednn_{name}" for name in ("mm", "bmm", "addmm", "baddbmm")), _product),
         "aten.convolution": _convolution,
         "aten.convolution_backward": _convolution_backward,

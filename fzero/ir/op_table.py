@@ -170,7 +170,7 @@ ROWS: dict[str, OpInfo] = {
     **rows("mv addmv convolution", OpInfo(one_dtype=True)),
     # reductions and norms
     "aten.sum": OpInfo(fusion="loop"),
-    "aten.sum.default": OpInfo(meaning="sum", out_form="call"),
+    "aten.sum.default": OpInfo(meaning="sum"),
     "aten.sum.dim_IntList": OpInfo(out_form="program"),
     **rows("all amax amin any mean", OpInfo(fusion="loop", out_form="call")),
     **rows("argmax argmin cumsum", OpInfo(out_form="call")),

@@ -41,6 +41,10 @@ class Kernel(NamedTuple):
         launch: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{self.file}"), self.function)
         return launch
 
+    def taking(self, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+        """The function, if it can take these arguments on this machine."""
+        return self.launch if self.fits(*args, **kwargs) and _has_triton() else None
+
 
 def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
     """Returns the function to call instead of `op` (an OpOverload) with these arguments; None if no kernel fits them.
@@ -52,7 +56,7 @@ def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
     >>> kernel_for(torch.ops.aten.add.Tensor, torch.ones(2), torch.ones(2))
     """
     row = KERNELS.get(str(op))
-    return row.launch if row is not None and row.fits(*args, **kwargs) and _has_triton() else None
+    return row.taking(*args, **kwargs) if row is not None else None
 
 
 def _has_triton() -> bool:

@@ -18,12 +18,11 @@ from torch import fx
 
 from fzero.codegen import bind, segment_memory
 from fzero.comm.protocol import Comm
-from fzero.ir import fx_nodes, fx_values
+from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.messages import forms
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref
-from fzero.kernels import kernel_for
 
 _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were seen to have the planned strides
 
@@ -154,7 +153,8 @@ def as_planned(gm: fx.GraphModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     plain = True
     for node in filter(fx_nodes.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        kernel = kernel_for(node.target, *args, **kwargs)
+        row = op_info.of(node.target).kernel
+        kernel = row.taking(*args, **kwargs) if row is not None else None
         result = (kernel or node.target)(*args, **kwargs)
         env[node] = result if fx_nodes.source(node) is not None else strided(result, node.meta.get("val"))
         plain = plain and kernel is None and env[node] is result

@@ -23,7 +23,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, make_op
 from fzero.verify.abstract import Abstract, Content
 from fzero.verify.rules import verify
-from fzero.verify.terms import PartialTerm, Undefined, evaluate, gathered, reduced, term
+from fzero.verify.terms import PartialTerm, Undefined, Vec, apply, evaluate, gathered, reduced, term
 from lab.mutate.corpus import relay
 from lab.mutate.edits import find, insert, put, replaced, with_buffers
 from lab.mutate.text import damaged
@@ -216,6 +216,14 @@ def test_two_references_to_one_place_are_one_memory() -> None:
     evaluate(gm, [term("a"), term("b"), term("c")])
     with pytest.raises(Undefined, match="x0 is read after its memory was written as x1"):
         evaluate(gm, [term("a"), term("a"), term("c")], {1: 0})
+
+
+def test_a_sum_along_a_dim_has_no_meaning_on_a_flat_range() -> None:
+    """A range has the leaf's elements and none of its dims: only the sum of all of them can be made of own slices."""
+    flat = Vec({0: term("leaf")}, "dp", (0, 8))
+    assert isinstance(apply(aten.sum.default, (flat,), {}), PartialTerm)
+    with pytest.raises(Undefined, match=r"aten.sum.dim_IntList is not elementwise and works on a flat range"):
+        apply(aten.sum.dim_IntList, (flat, [0]), {})
 
 
 def test_a_copy_into_another_dtype_is_a_cast() -> None:
