@@ -37,7 +37,7 @@ def to_spaces(program: Program) -> Program:
         edits.buffers[copy] = staging(away[name], copy, DEVICE)
         edits.before[0] += chain([Ref(n) for n in (name, *up)], f"{name} at the top")
         edits.before[end] += chain([Ref(n) for n in (*down, name)], f"keep {name}") if name in written else ()
-    edits.rename = {index: copies for index in range(end)}
+    edits.rename = dict.fromkeys(range(end), copies)
     return edits.apply(program, "to_spaces")
 
 
