@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, fx_values
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 from fzero.ir.rewrite import Spans
 
 aten = torch.ops.aten

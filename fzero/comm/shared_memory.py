@@ -25,7 +25,7 @@ from fzero.comm.group import Line
 from fzero.comm.peers import SharedMemoryPeers
 from fzero.comm.transfers import Messages, Pending, combine, drain, finish
 from fzero.ir.messages import as_it_lies
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 
 LANES = 8  # axes, at most
 

@@ -25,8 +25,9 @@ from torch import fx
 
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes, fx_values
+from fzero.ir.op import Op
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
-from fzero.ir.records import DISK, HOST, Op
+from fzero.ir.records import DISK, HOST
 from fzero.ir.scan_op import SCAN, body_of
 from fzero.recurrent import recurrent_ops as recurrent
 

@@ -13,8 +13,9 @@ from itertools import accumulate
 from torch import fx
 
 from fzero.ir import fx_nodes, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import PERSISTENT, Buffer, Ref
 
 
 def finish(

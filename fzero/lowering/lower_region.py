@@ -15,7 +15,8 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.capture.step_ops import REDUCE
 from fzero.ir import fx_nodes, segments
-from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey, StepPhase
+from fzero.ir.op import StepPhase
+from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey
 from fzero.lowering.emit import Emitter, line_of
 
 

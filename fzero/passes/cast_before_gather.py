@@ -18,8 +18,9 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Op, Ref, make_op
+from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Ref
 
 CAST = torch.ops.aten._to_copy.default
 

@@ -12,8 +12,9 @@ from bisect import bisect_left
 
 from fzero.ir import rewrite
 from fzero.ir.liveness import last_uses
+from fzero.ir.op import make_op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import HOST, PERSISTENT, Ref, make_op
+from fzero.ir.records import HOST, PERSISTENT, Ref
 
 
 def free(program: Program, linger: int = 0) -> Program:

@@ -28,8 +28,9 @@ from torch import fx
 
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Op, Ref, StepPhase
+from fzero.ir.records import Ref
 
 Rules = Mapping[str, str]
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import Ref
 
 
 def schedule_gathers(program: Program) -> Program:

@@ -15,8 +15,9 @@ from bisect import bisect_right
 from itertools import pairwise
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Bucket, Op
+from fzero.ir.records import Bucket
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from fzero.ir import rewrite
 from fzero.ir.liveness import endangered
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref, make_op
+from fzero.ir.records import Ref
 
 
 def settle(program: Program) -> Program:

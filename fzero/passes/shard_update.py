@@ -25,8 +25,9 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, rewrite, segments
+from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, StepPhase, buffer_name, make_op
+from fzero.ir.records import Buffer, Ref, buffer_name
 from fzero.ir.traits import BLOCKWISE, WHOLE
 from fzero.passes.common.leafwise import LeafCall, leafwise
 from fzero.passes.common.outer_run import OuterRun

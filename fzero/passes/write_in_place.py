@@ -20,8 +20,9 @@ from torch import fx
 
 from fzero.codegen import matmul
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import Ref
 from fzero.ir.traits import IN_PLACE
 
 aten = torch.ops.aten

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import fzero
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Op, Ref, Slot, SlotKey, StepPhase, make_op
+from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Ref, Slot, SlotKey
 from fzero.passes import Options, optimise
 
 specs = st.fixed_dictionaries(

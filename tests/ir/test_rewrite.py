@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.ir.rewrite import Edits
 
 NAMES = ("a", "b", "c", "d")

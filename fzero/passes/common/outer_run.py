@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, SlotKey
+from fzero.ir.records import Buffer, Ref, SlotKey
 from fzero.ir.traits import BLOCKWISE, WHOLE
 
 SUMS = {torch.ops.aten.sum.default}

@@ -15,8 +15,9 @@ from bisect import bisect_left
 from collections.abc import Mapping
 
 from fzero.ir import rewrite
+from fzero.ir.op import StepPhase, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DEVICE, HOST, Ref, StepPhase, make_op
+from fzero.ir.records import DEVICE, HOST, Ref
 from fzero.passes.offload.to_spaces import staging
 from fzero.passes.recompute import says
 

@@ -20,8 +20,9 @@ from torch import fx
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.offset_assignment import PAGE_BYTES
+from fzero.ir.op import Op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref
+from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Ref
 from fzero.passes.offload.early import last_of_losses, moved_early
 from fzero.passes.offload.to_spaces import chain, staging
 

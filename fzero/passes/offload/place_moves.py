@@ -23,8 +23,9 @@ from functools import partial
 from operator import itemgetter
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref, make_op
+from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Ref
 from fzero.passes.offload.to_spaces import copies_of, staging
 
 # the order of what is inserted before one op

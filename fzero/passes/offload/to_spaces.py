@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Ref
 
 
 def to_spaces(program: Program) -> Program:
