@@ -38,7 +38,7 @@ from fzero.comm.transport import Transport, transport_name
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.state_recipe import recipe_for
 from fzero.ir.mesh import Mesh
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 from fzero.session.session import Session, session_of
 from fzero.state import storage
 from fzero.state.homes import Homes

@@ -157,7 +157,8 @@ def late_receives(program: Any) -> Any:
 
     Waits for sends may stand between, for the other role posts late too and would wait for them.
 
-    >>> from fzero.ir.records import Ref, make_op
+    >>> from fzero.ir.op import make_op
+    >>> from fzero.ir.records import Ref
     >>> @dataclass(frozen=True)
     ... class Program:
     ...     ops: tuple

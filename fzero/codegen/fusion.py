@@ -24,9 +24,10 @@ from torch import fx
 
 from fzero._torch_compat import function_schema, inductor_rounds
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.op import Op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import HOST, Op, Ref
+from fzero.ir.records import HOST, Ref
 
 aten = torch.ops.aten
 AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it the time is not in the loops

@@ -21,8 +21,8 @@ from torch import fx
 
 from fzero import backend
 from fzero.ir import fx_nodes, fx_values
+from fzero.ir.op import Op
 from fzero.ir.op_info import of
-from fzero.ir.records import Op
 from fzero.ir.rewrite import Spans
 
 aten = torch.ops.aten

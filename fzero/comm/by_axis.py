@@ -8,7 +8,7 @@ import torch
 
 from fzero.comm.protocol import Comm
 from fzero.comm.routed import Routed
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 
 
 class ByAxis(Routed):
@@ -41,7 +41,8 @@ class ByAxis(Routed):
 def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
     """Bytes that one of `size` ranks sends for a transfer of these tensors.
 
-    >>> from fzero.ir.records import Ref, make_op
+    >>> from fzero.ir.op import make_op
+    >>> from fzero.ir.records import Ref
     >>> whole, own = torch.zeros(8), torch.zeros(4)
     >>> sent(make_op("send", [Ref("a")]), [own], 2), sent(make_op("recv", writes=[Ref("a")]), [own], 2)
     (16, 0)

@@ -25,7 +25,8 @@ from fzero.comm.protocol import Comm
 from fzero.comm.routed import Routed
 from fzero.cost.rates import Rates, fitted
 from fzero.ir import kinds
-from fzero.ir.records import Op, Ref, make_op
+from fzero.ir.op import Op, make_op
+from fzero.ir.records import Ref
 
 SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
 TIMES = dict(zip(SIZES, (20, 10, 4), strict=True))  # alike on every rank

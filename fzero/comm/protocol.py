@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 
 
 class Comm(Protocol):

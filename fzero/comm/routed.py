@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from fzero.comm.protocol import Comm
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 
 
 class Routed(ABC):

@@ -30,7 +30,8 @@ from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, gloo
 from fzero.errors import FzeroError
 from fzero.ir.mesh import Mesh
-from fzero.ir.records import Ref, make_op
+from fzero.ir.op import make_op
+from fzero.ir.records import Ref
 
 WORLD = 2
 BUFFER_BYTES = 16 << 20

@@ -27,7 +27,7 @@ from fzero.comm.peers import SharedMemoryPeers
 from fzero.comm.transfers import Messages, Pending, drain, finish, keep_own
 from fzero.ir.collectives import ALL_GATHER, Collective, combine
 from fzero.ir.messages import as_it_lies
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 
 LANES = 8  # axes, at most
 

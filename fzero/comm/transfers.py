@@ -32,7 +32,7 @@ from fzero.comm.protocol import Comm
 from fzero.errors import DisagreementError, FzeroError, PeerError
 from fzero.ir.collectives import ALL_GATHER, Collective, combine
 from fzero.ir.messages import as_it_lies
-from fzero.ir.records import Op
+from fzero.ir.op import Op
 
 # its name in 2.13.0, and in 2.11.0
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)

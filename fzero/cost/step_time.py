@@ -26,8 +26,9 @@ from torch import fx
 from fzero.cost.flops import flops, operands, results
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
+from fzero.ir.op import Op
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
-from fzero.ir.records import DISK, HOST, Op
+from fzero.ir.records import DISK, HOST
 
 aten = torch.ops.aten
 WIRE, UPDATES = "wire", "host"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Op, Ref
+from fzero.ir.op import Op
+from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Ref
 
 
 def uses(op: Op) -> tuple[Ref, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import HEADER, TRANSPORTS, Level, Program
-from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Op, Ref, Slot, SlotKey, StepPhase
+from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Ref, Slot, SlotKey
 
 
 def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:

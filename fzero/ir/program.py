@@ -2,7 +2,7 @@
 
 A `Program` is one rank role's schedule. In data parallelism every rank shares one object; verify and interpret take
 `{rank: Program}`, so that a pipeline's stages, or a mutation on one rank, are ordinary cases. A program and its records
-(`fzero.ir.records`) are frozen, and a pass makes a new program with `dataclasses.replace`.
+(`fzero.ir.records`, `fzero.ir.op`) are frozen, and a pass makes a new program with `dataclasses.replace`.
 
 Text form (`str(program)`, `fzero.parse`): one line per record. The text after `#` on an op line holds derived facts
 (bytes on the wire, live bytes after the op) and the reason for the op. Only the reason is read back.
@@ -23,6 +23,7 @@ from urllib.parse import quote
 from fzero import backend
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op
 from fzero.ir.records import (
     ALIGN,
     DEVICE,
@@ -32,7 +33,6 @@ from fzero.ir.records import (
     SPACES,
     Bucket,
     Buffer,
-    Op,
     Ref,
     SlotKey,
     shape_text,

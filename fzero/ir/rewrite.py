@@ -1,19 +1,21 @@
-"""rewrite: helpers of passes: finding the ops that read or write a buffer, and renaming references. Nothing here
-decides."""
+"""rewrite: helpers of passes: finding the ops that read or write a buffer, renaming references, and `Edits`, ops put
+before, behind or in the place of others. Nothing here decides."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from torch import fx
 
 from fzero.ir import fx_nodes, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import PERSISTENT, Buffer, Ref
 
 
 def finish(
@@ -70,6 +72,41 @@ def moved(op: Op, names: Mapping[str, str]) -> Op:
     if names.keys().isdisjoint(ref.name for ref in (*op.reads, *op.writes)):
         return op
     return renamed(op, lambda ref: replace(ref, name=names[ref.name]) if ref.name in names else ref)
+
+
+@dataclass
+class Edits:
+    """What a pass does to ops, by their numbers: it fills the fields, and `apply` makes the program.
+
+    before, after: ops put there, in this order; `before[len(ops)]` comes behind the last op. instead: what takes the
+    place of an op; an empty one drops it. rename: of an op, or of what takes its place, buffers by their other names.
+    buffers, segments: those that are new, or that replace others.
+    """
+
+    before: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
+    after: dict[int, list[Op]] = field(default_factory=lambda: defaultdict(list))
+    instead: dict[int, Sequence[Op]] = field(default_factory=dict)
+    rename: dict[int, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    segments: dict[str, fx.GraphModule] = field(default_factory=dict)
+
+    def spliced(self, ops: Sequence[Op]) -> list[Op]:
+        """The ops with these edits."""
+        edited: list[Op] = []
+        for index, op in enumerate(ops):
+            edited += self.before.get(index, ())
+            edited += [moved(each, self.rename.get(index, {})) for each in self.instead.get(index, (op,))]
+            edited += self.after.get(index, ())
+        return [*edited, *self.before.get(len(ops), ())]
+
+    def apply(
+        self, program: Program, name: str, ops: Sequence[Op] | None = None, level: Level = Level.NAIVE
+    ) -> Program:
+        """The program with these edits, `name` noted as run. ops: those that the numbers count, if not its own."""
+        return finish(
+            program, name, ops=self.spliced(program.ops if ops is None else ops),
+            buffers={**program.buffers, **self.buffers}, new_segments=self.segments, level=level,
+        )  # fmt: skip
 
 
 class Spans:

@@ -23,8 +23,9 @@ from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
 from fzero.capture.step_ops import AXIS_INDEX, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref, SlotKey, StepPhase
+from fzero.ir.records import Buffer, Ref, SlotKey
 from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan

@@ -11,8 +11,9 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, kinds, segments
+from fzero.ir.op import Op, make_op
 from fzero.ir.recorder import record
-from fzero.ir.records import Buffer, Op, Ref, buffer_name, make_op
+from fzero.ir.records import Buffer, Ref, buffer_name
 from fzero.plan.state_plan import Plan
 from fzero.shard.layouts import WHOLE, Layout
 from fzero.shard.moves import Transition, transitions

@@ -16,7 +16,8 @@ from fzero.capture.graph import Graph, Region
 from fzero.capture.step_ops import REDUCE
 from fzero.ir import fx_nodes, kinds, segments
 from fzero.ir.mesh import parts_of
-from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey, StepPhase
+from fzero.ir.op import StepPhase
+from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey
 from fzero.lowering.emit import Emitter, line_of
 from fzero.plan.wires import CastTo, Elementwise, Wire
 from fzero.shard.moves import Transition, transitions

@@ -18,8 +18,9 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Ref
 
 CAST = torch.ops.aten._to_copy.default
 
@@ -33,22 +34,17 @@ def cast_before_gather(program: Program) -> Program:
         and program.buffers[op.reads[0].name].kind in (*PERSISTENT, "staging")
     }  # fmt: skip
     chosen = _common_casts(program, set(source))
-    if not chosen:
-        return rewrite.finish(program, "cast_before_gather", ops=program.ops)
-    buffers = dict(program.buffers)
-    pool: dict[str, fx.GraphModule] = {}
-    ops: list[Op] = []
-    for op in program.ops:
+    edits = rewrite.Edits()
+    for index, op in enumerate(program.ops):
         name = op.target if op.gathers or op.is_wait else ""
         if name in chosen and op.gathers:
-            ops += _cast_ops(program, op, chosen[name], buffers, pool)
-            op = replace(op, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))
+            cast = _cast(program, op, chosen[name], edits)
+            edits.instead[index] = [cast, replace(op, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))]
         elif name in chosen:
-            op = replace(op, reads=(Ref(f"{name}.low"),))
+            edits.instead[index] = [replace(op, reads=(Ref(f"{name}.low"),))]
         elif op.is_run and any(ref.name in chosen for ref in op.reads):
-            op = _without_casts(program, op, chosen, pool)
-        ops.append(op)
-    return rewrite.finish(program, "cast_before_gather", ops=ops, buffers=buffers, new_segments=pool)
+            edits.instead[index] = [_without_casts(program, op, chosen, edits)]
+    return edits.apply(program, "cast_before_gather")
 
 
 def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
@@ -71,14 +67,12 @@ def _cast_to(user: fx.Node) -> torch.dtype | None:
     return user.kwargs["dtype"] if plain else None  # type: ignore[return-value]
 
 
-def _cast_ops(
-    program: Program, op: Op, dtype: torch.dtype, buffers: dict[str, Buffer], pool: dict[str, fx.GraphModule]
-) -> list[Op]:
+def _cast(program: Program, op: Op, dtype: torch.dtype, edits: rewrite.Edits) -> Op:
     """The op that casts a gather's source on the shard; adds its buffers and its segment."""
     shard, whole = program.buffers[op.reads[0].name], program.buffers[op.writes[0].name]
     cast, low = f"{whole.name}.cast", f"{whole.name}.low"
-    buffers[cast] = replace(shard, name=cast, dtype=dtype, kind="scratch")
-    buffers[low] = replace(whole, name=low, dtype=dtype)
+    edits.buffers[cast] = replace(shard, name=cast, dtype=dtype, kind="scratch")
+    edits.buffers[low] = replace(whole, name=low, dtype=dtype)
     graph = fx.Graph()
     value, into = graph.placeholder("x0"), graph.placeholder("into0")
     result = graph.call_function(CAST, (value,), {"dtype": dtype})
@@ -93,11 +87,11 @@ def _cast_ops(
     why = f"{DTYPE_NAMES[dtype]} before the gather"
     gm = segments.module(graph)
     run = rewrite.run_op(make_op("run", why=why), gm, [Ref(shard.name, *span)], [Ref(cast, *span)], flat=1)
-    pool.setdefault(run.segment, gm)
-    return [run]
+    edits.segments.setdefault(run.segment, gm)
+    return run
 
 
-def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], pool: dict[str, fx.GraphModule]) -> Op:
+def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], edits: rewrite.Edits) -> Op:
     """A run of a region that reads the cast columns, without the casts in its segment."""
     gm = program.segments[op.segment]
     graph = segments.copied(gm.graph)
@@ -110,5 +104,5 @@ def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], poo
     reads = [replace(r, name=f"{r.name}.low") if r.name in chosen else r for r in op.reads]
     without = segments.module(graph)
     done = rewrite.run_op(op, without, reads, op.writes)
-    pool.setdefault(done.segment, without)
+    edits.segments.setdefault(done.segment, without)
     return done

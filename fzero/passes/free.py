@@ -12,8 +12,9 @@ from bisect import bisect_left
 
 from fzero.ir import rewrite
 from fzero.ir.liveness import last_uses
+from fzero.ir.op import make_op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import HOST, PERSISTENT, Op, Ref, make_op
+from fzero.ir.records import HOST, PERSISTENT, Ref
 
 
 def free(program: Program, linger: int = 0) -> Program:
@@ -28,9 +29,7 @@ def free(program: Program, linger: int = 0) -> Program:
             index = runs[min(bisect_left(runs, index) + linger, len(runs) - 1)]
         if name not in kept:
             dying.setdefault(index, []).append(name)
-    ops: list[Op] = []
-    for index, op in enumerate(program.ops):
-        ops.append(op)
-        if index in dying:
-            ops.append(make_op("free", [Ref(name) for name in sorted(dying[index])], why="last use"))
-    return rewrite.finish(program, "free", ops=ops, level=Level.FREED)
+    edits = rewrite.Edits()
+    for index, names in dying.items():
+        edits.after[index].append(make_op("free", map(Ref, sorted(names)), why="last use"))
+    return edits.apply(program, "free", level=Level.FREED)

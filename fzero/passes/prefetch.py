@@ -15,8 +15,8 @@ from dataclasses import replace
 from fzero.errors import SpecError
 from fzero.ir import rewrite
 from fzero.ir.liveness import gathered_bytes
+from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import Op
 
 
 def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int | None = None) -> Program:

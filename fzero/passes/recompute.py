@@ -28,8 +28,9 @@ from torch import fx
 
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Op, Ref, StepPhase
+from fzero.ir.records import Ref
 
 Rules = Mapping[str, str]
 
@@ -45,12 +46,10 @@ def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()
             again.run(index, op)
         elif op.transfers and op.phase is StepPhase.FORWARD and program.buffers[op.target].kind == "activation":
             again.transfer(index, op)
-    ops: list[Op] = []
-    for index, op in enumerate(program.ops):
-        ops += [rewrite.moved(repeated, again.renames) for repeated in again.before.get(index, [])]
-        op = again.changed.get(index, op)
-        ops.append(rewrite.moved(op, again.renames) if again.backward[index] else op)
-    return rewrite.finish(program, "recompute", ops=ops, buffers=again.buffers, new_segments=again.pool)
+    edits = again.edits
+    edits.before = {i: [rewrite.moved(op, again.renames) for op in repeated] for i, repeated in edits.before.items()}
+    edits.rename = {i: again.renames for i, backward in enumerate(again.backward) if backward}
+    return edits.apply(program, "recompute")
 
 
 class _Again:
@@ -58,23 +57,20 @@ class _Again:
 
     backward: whether a run's work is the backward's alone. full: whether it is the forward's alone, and under a rule.
     renames: by value, its name where it is made again. wanted: those that the forward reads too, sources of repeated
-    transfers. before: the repeated ops, by the op that they come before. changed: runs that write less than they did.
-    late: by value, its uses after the forward, those of repeated ops too: before which op, and the chunk.
+    transfers. edits: the repeated ops before others, and instead of runs those that write less. late: by value, its
+    uses after the forward, those of repeated ops too: before which op, and the chunk.
     Only the methods `run` and `transfer` write these.
     """
 
     def __init__(self, program: Program, under: Sequence[bool], keep: frozenset[str]) -> None:
         self.program, self.keep = program, keep
-        self.pool: dict[str, fx.GraphModule] = {}
-        self.buffers = dict(program.buffers)
+        self.edits = rewrite.Edits()
         self.readers = rewrite.reads_of(program.ops)
         self.writers = {ref.name: i for i, op in enumerate(program.ops) for ref in op.writes}
         self.backward = [op.in_region and op.phase is StepPhase.BACKWARD for op in program.ops]
         self.full = [op.in_region and op.phase is StepPhase.FORWARD and under[i] for i, op in enumerate(program.ops)]
         self.renames: dict[str, str] = {}
         self.wanted: set[str] = set()
-        self.before: dict[int, list[Op]] = {}
-        self.changed: dict[int, Op] = {}
         self.late: dict[str, list[tuple[int, int | None]]] = {}
         for name, refs in self.readers.items():
             uses = [(i, program.ops[i].chunk) for i, _ in refs if self.backward[i]]
@@ -92,7 +88,7 @@ class _Again:
             return
         kept = [ref for ref in op.writes if ref not in unread]
         there = [ref for ref in kept if ref not in repeated and self._read_late(ref, op)]
-        self.changed[index] = self._making(op, kept, ())
+        self.edits.instead[index] = [self._making(op, kept, ())]
         again = self._making(op, repeated, there)
         self._repeat([replace(again, writes=tuple(map(self._named, repeated)), why=f"again {op.why}")], repeated)
 
@@ -108,11 +104,11 @@ class _Again:
         maker = self.writers.get(source.name, -1)  # -1: it is held anyway
         alike = self.program.ops[maker].chunk == op.chunk
         made = maker >= 0 and self.full[maker] and alike and source.name not in self.keep
-        held = 0 if made or maker < 0 or source.name in self.late else self.buffers[source.name].nbytes
-        saved, sent = self.buffers[target.name].nbytes - held, wire_bytes(self.program, op)
+        held = 0 if made or maker < 0 or source.name in self.late else self.program.buffers[source.name].nbytes
+        saved, sent = self.program.buffers[target.name].nbytes - held, wire_bytes(self.program, op)
         reason = f"{saved:,} bytes less are kept for {sent:,} sent"
         if sent >= saved:
-            self.changed[index] = replace(op, why=f"{op.why}; kept: else {reason}")
+            self.edits.instead[index] = [replace(op, why=f"{op.why}; kept: else {reason}")]
             return
         if made:
             self.wanted.add(source.name)
@@ -137,24 +133,24 @@ class _Again:
             if node not in needed:
                 needed.add(node)
                 left += [] if node in inputs else node.all_input_nodes
-        read = [n for n, ref in inputs.items() if n in needed or self.buffers[ref.name].kind != "activation"]
+        read = [n for n, ref in inputs.items() if n in needed or self.program.buffers[ref.name].kind != "activation"]
         nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n in needed and n not in inputs]
         part = segments.extract(nodes, read, [outs[ref] for ref in results])
         made = rewrite.run_op(op, part, [inputs[n] for n in read], results)
-        self.pool.setdefault(made.segment, part)
+        self.edits.segments.setdefault(made.segment, part)
         return made
 
     def _named(self, ref: Ref) -> Ref:
         """A reference to what is made again, for which a buffer is made."""
         name = self.renames[ref.name] = f"{ref.name}.again"
-        self.buffers[name] = replace(self.buffers[ref.name], name=name)
+        self.edits.buffers[name] = replace(self.program.buffers[ref.name], name=name)
         return replace(ref, name=name)
 
     def _repeat(self, ops: list[Op], results: Sequence[Ref]) -> None:
         """Puts repeated ops before the first use of a result of theirs after the forward."""
         ops = [op if op.is_wait else op.with_attrs(phase=StepPhase.RECOMPUTE) for op in ops]
         first = min(i for ref in results for i, _ in self.late[ref.name])
-        self.before[first] = [*ops, *self.before.get(first, [])]
+        self.edits.before[first][:0] = ops
         for ref in ops[0].reads:
             self.late.setdefault(ref.name, []).append((first, ops[0].chunk))
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op
 
 MadeAnew = Callable[[fx.Node], bool]  # whether a node is made again before each use
 

@@ -13,17 +13,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import Ref
 
 
 def schedule_gathers(program: Program) -> Program:
     """The program with each parameter gathered before the stretch of segments that uses it."""
-    buffers = dict(program.buffers)
+    edits = rewrite.Edits()
     reads = rewrite.reads_of(program.ops)
     turn = _turns(program.ops)
-    before: dict[int, list[Op]] = {}
-    names: dict[tuple[int, str], str] = {}
     moved: set[str] = set()
     for op in program.ops:
         if not op.gathers or program.buffers[op.writes[0].name].kind != "gathered":
@@ -39,21 +38,15 @@ def schedule_gathers(program: Program) -> Program:
                 stretches.append([index])
         for number, stretch in enumerate(stretches):
             name = f"{full}.{number}"
-            buffers[name] = replace(buffers[full], name=name)
+            edits.buffers[name] = replace(program.buffers[full], name=name)
             why = f"for {program.ops[stretch[0]].why}"
             start = replace(op, writes=(Ref(name),), why=why)
             wait = Op("wait", (Ref(name),), why=why)
-            before.setdefault(stretch[0], []).extend([start, wait])
-            names.update({(index, full): name for index in stretch})
-    ops: list[Op] = []
-    for index, op in enumerate(program.ops):
-        target = op.target if op.gathers or op.is_wait else ""
-        if target in moved:
-            continue
-        ops += before.get(index, [])
-        own = {ref.name: names[index, ref.name] for ref in op.reads if (index, ref.name) in names}
-        ops.append(rewrite.moved(op, own))
-    return rewrite.finish(program, "schedule_gathers", ops=ops, buffers=buffers)
+            edits.before[stretch[0]] += [start, wait]
+            for index in stretch:
+                edits.rename[index][full] = name
+    edits.instead = {i: () for i, op in enumerate(program.ops) if (op.gathers or op.is_wait) and op.target in moved}
+    return edits.apply(program, "schedule_gathers")
 
 
 def _turns(ops: tuple[Op, ...]) -> list[int]:

@@ -15,8 +15,9 @@ from bisect import bisect_right
 from itertools import pairwise
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Bucket, Op
+from fzero.ir.records import Bucket
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
@@ -53,16 +54,16 @@ def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op
     """The ops with each reduction behind the last write to its bucket, and its wait behind the next segment."""
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
     segments = [i for i, op in enumerate(ops) if op.in_region]
-    behind: dict[int, list[Op]] = {}
+    edits = rewrite.Edits()
     for start, wait in pairs:
         complete = writes[start.reads[0].name][-1][0]
         needed = min((i for i, _ in reads.get(start.writes[0].name, ())), default=len(ops))
         following = bisect_right(segments, complete)
         beside = overlap and following < len(segments) and segments[following] < needed
-        behind[complete] = [start, *([] if beside else [wait]), *behind.get(complete, ())]
+        edits.after[complete][:0] = [start] if beside else [start, wait]
         if beside:
-            behind[segments[following]] = [wait, *behind.get(segments[following], ())]
-    return [moved for i, op in enumerate(ops) for moved in (op, *behind.get(i, ()))]
+            edits.after[segments[following]].insert(0, wait)
+    return edits.spliced(ops)
 
 
 def _staggered(program: Program, ops: list[Op]) -> list[Op]:

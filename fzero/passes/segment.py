@@ -23,8 +23,9 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
+from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, StepPhase, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.passes.pipeline.chunks import node_chunks, root
 from fzero.passes.rematerialise_views import MadeAnew, again
 from fzero.plan.fill_buckets import SMALL_BYTES

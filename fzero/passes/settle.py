@@ -13,27 +13,29 @@ from __future__ import annotations
 
 from fzero.ir import rewrite
 from fzero.ir.liveness import endangered
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref, make_op
+from fzero.ir.records import Ref
 
 
 def settle(program: Program) -> Program:
     """The program with a `settle` for every transfer whose source other ranks read in place."""
+    edits = rewrite.Edits()
     if program.transport != "shared":
-        return rewrite.finish(program, "settle", ops=program.ops)
+        return edits.apply(program, "settle")
     started: dict[str, Op] = {}
     lent: dict[str, Op] = {}  # by target: the waited-for transfers whose sources may still be read
-    ops: list[Op] = []
-    for op in program.ops:
+    for index, op in enumerate(program.ops):
         due = [target for target, transfer in lent.items() if endangered(op, program.buffers, transfer.sources)]
         due += [op.target] if op.transfers and op.target in lent and op.target not in due else []
-        ops += [make_op("settle", [Ref(target)], why=f"before {op.kind} {op.why}".rstrip()) for target in due]
-        ops.append(op)
+        why = f"before {op.kind} {op.why}".rstrip()
+        edits.before[index] += [make_op("settle", [Ref(target)], why=why) for target in due]
         for target in due:
             del lent[target]
         if op.is_collective:
             started[op.target] = op
         elif op.is_wait and op.target in started:
             lent[op.target] = started.pop(op.target)
-    ops += [make_op("settle", [Ref(target)], why="the end of the step") for target in lent]
-    return rewrite.finish(program, "settle", ops=ops)
+    end = len(program.ops)
+    edits.before[end] += [make_op("settle", [Ref(target)], why="the end of the step") for target in lent]
+    return edits.apply(program, "settle")

@@ -25,9 +25,10 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
+from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, StepPhase, buffer_name, make_op
+from fzero.ir.records import Buffer, Ref, buffer_name
 from fzero.passes.common.leafwise import LeafCall, leafwise
 from fzero.passes.common.outer_run import OuterRun
 from fzero.plan.whole_leaves import is_whole

@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, rewrite, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op
 
 CAST = torch.ops.aten._to_copy.default
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from fzero.codegen import inplace, segment_memory
 from fzero.codegen.fusion import fuse
 from fzero.ir import rewrite
+from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import Op
 
 
 def size_workspaces(program: Program, how: str = "none") -> Program:

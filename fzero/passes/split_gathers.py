@@ -16,8 +16,9 @@ from dataclasses import replace
 from fzero.ir import rewrite
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import parts_of
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.records import PERSISTENT, Buffer, Ref
 from fzero.passes.free import free
 
 

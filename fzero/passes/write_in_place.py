@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op
 from fzero.ir.op_info import column, of
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref
+from fzero.ir.records import Ref
 
 aten = torch.ops.aten
 COPY = aten.copy_.default

@@ -29,8 +29,9 @@ from fzero.capture.provenance import describe
 from fzero.compile.lowered import Lowered
 from fzero.cost.memory import SHOWN, MemoryAccount
 from fzero.ir.liveness import live_bytes
+from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program, lane, moved_bytes, wire_bytes
-from fzero.ir.records import DEVICE, Op, StepPhase
+from fzero.ir.records import DEVICE
 from fzero.session.session import execute, session_of
 from fzero.state.state import State
 

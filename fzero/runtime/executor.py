@@ -27,8 +27,9 @@ from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.messages import forms
+from fzero.ir.op import Op
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Op, Ref
+from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Ref
 from fzero.runtime import cuda_graphs
 from fzero.runtime.handlers import formed, moves_whole, padding, part
 from fzero.runtime.lanes import Lanes

@@ -21,8 +21,9 @@ from fzero.comm.protocol import Comm
 from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.messages import forms
+from fzero.ir.op import Op
 from fzero.ir.program import Program, op_text
-from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import DEVICE, DISK, HOST, PERSISTENT, Buffer, Ref
 
 _AS_PLANNED: WeakSet[fx.GraphModule] = WeakSet()  # segments whose values were seen to have the planned strides
 

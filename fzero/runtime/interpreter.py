@@ -21,8 +21,8 @@ import torch
 
 from fzero.errors import FzeroError
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op
 from fzero.runtime.handlers import Rank, spoil, steps
 
 

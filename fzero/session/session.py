@@ -28,8 +28,9 @@ from fzero.compile.step import fakes_on
 from fzero.cost.kept_costs import Costs
 from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
 from fzero.ir.mesh import PIPELINE, parts_of
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DISK, HOST, Buffer, Op, Ref, make_op
+from fzero.ir.records import DISK, HOST, Buffer, Ref
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor

@@ -17,8 +17,9 @@ from typing import Any
 from fzero.ir import fx_nodes
 from fzero.ir.collectives import Collective
 from fzero.ir.mesh import DATA, parts_of, within
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Op, Ref
+from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Ref
 from fzero.verify.terms import (
     NOWHERE,
     PartialTerm,

@@ -16,9 +16,10 @@ from fzero.codegen import inplace, segment_memory
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.mesh import PIPELINE, within
+from fzero.ir.op import Op
 from fzero.ir.op_info import of
 from fzero.ir.program import Level, Program
-from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Op, Ref, tile_text
+from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Ref, tile_text
 from fzero.ir.rewrite import Spans
 from fzero.shard.moves import VIEWS
 from fzero.verify.lifetimes import Fault

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fzero.ir.offset_assignment import ALIGN_BYTES, PAGE_BYTES, clash
+from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, SPACES, Op, Ref
+from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, SPACES, Ref
 from fzero.ir.rewrite import Spans
 
 Fault = tuple[int, str]

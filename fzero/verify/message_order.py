@@ -13,8 +13,9 @@ import torch
 
 from fzero.ir.fx_values import steps
 from fzero.ir.messages import forms
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import DTYPE_NAMES, Op
+from fzero.ir.records import DTYPE_NAMES
 from fzero.verify.form import length
 
 Found = tuple[int, int, str]  # rank, op number, what is wrong

@@ -11,8 +11,9 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import GIVEN, PERSISTENT, Op, Ref
+from fzero.ir.records import GIVEN, PERSISTENT, Ref
 from fzero.verify.abstract import Abstract, Content
 from fzero.verify.terms import Undefined, digest
 

@@ -20,8 +20,9 @@ from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import PIPELINE, parts_of
+from fzero.ir.op import Op
 from fzero.ir.program import Level, Program, op_text
-from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT, Op
+from fzero.ir.records import DTYPE_NAMES, GIVEN, PERSISTENT
 from fzero.verify.abstract import program_meaning
 from fzero.verify.circles import waiting_in_a_circle
 from fzero.verify.form import MOST, aliasing, calls, form, inside, length, partition

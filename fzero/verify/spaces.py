@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fzero.ir.offset_assignment import PAGE_BYTES
+from fzero.ir.op import Op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DISK, LANES, PERSISTENT, Op, Ref
+from fzero.ir.records import DISK, LANES, PERSISTENT, Ref
 from fzero.verify.lifetimes import Fault
 
 

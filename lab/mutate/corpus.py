@@ -21,8 +21,9 @@ from fzero import api, tree
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import Buffer, Op, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.passes import optimise
 from fzero.plan.stages import batch_layout
 from fzero.plan.state_plan import Leaf, Plan

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import PERSISTENT, Buffer, Ref
 
 Programs = Mapping[int, Program]
 Mutation = Callable[[random.Random, Programs], dict[int, Program] | None]

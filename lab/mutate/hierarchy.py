@@ -15,8 +15,9 @@ from torch import fx
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_values, segments
 from fzero.ir.mesh import parts_of
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import PERSISTENT, Op, Ref, make_op
+from fzero.ir.records import PERSISTENT, Ref
 from lab.mutate.edits import (
     Edit,
     Mutation,

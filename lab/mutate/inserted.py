@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fzero.ir.kinds import OPS, OpKind
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Ref
 from lab.mutate.edits import insert, pick, touching, with_buffers
 
 TRIES = 40

@@ -8,8 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import DISK, PERSISTENT, Op, Ref
+from fzero.ir.records import DISK, PERSISTENT, Ref
 from lab.mutate.edits import (
     drop,
     find,

@@ -13,8 +13,9 @@ from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.kinds import OPS
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import ALIGN, KINDS, Bucket, Op, Ref, make_op
+from fzero.ir.records import ALIGN, KINDS, Bucket, Ref
 from lab.mutate.edits import (
     Programs,
     alike,

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 
 from fzero.ir import fx_nodes, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import PERSISTENT, Op, Ref
+from fzero.ir.records import PERSISTENT, Ref
 from fzero.ir.rewrite import renamed
 from lab.mutate.edits import (
     Edit,

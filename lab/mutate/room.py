@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from fzero.codegen import inplace, segment_memory
 from fzero.ir.liveness import intervals
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op
+from fzero.ir.records import Buffer
 from lab.mutate.edits import find, pick, put, with_buffers
 
 

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Op, Ref, make_op
+from fzero.ir.records import Ref
 from lab.mutate.edits import (
     alive,
     drop,

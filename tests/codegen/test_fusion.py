@@ -14,8 +14,9 @@ import fzero
 from fzero.codegen.fusion import Fused, aliased, fused
 from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.runtime import handlers
 from fzero.runtime.interpreter import interpret
 from lab.mutate import corpus

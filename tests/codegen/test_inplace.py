@@ -18,7 +18,8 @@ import fzero
 from fzero.codegen import bind, inplace, segment_memory, tiling
 from fzero.cost.allocator import measured_peak
 from fzero.ir import segments
-from fzero.ir.records import Ref, make_op
+from fzero.ir.op import make_op
+from fzero.ir.records import Ref
 from fzero.runtime.handlers import spoil
 
 aten = torch.ops.aten

@@ -18,8 +18,9 @@ from fzero.comm.pick_way import SIZES, WAYS, Fastest
 from fzero.comm.rendezvous import _apart
 from fzero.errors import VerifyError
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.passes.settle import settle
 from fzero.runtime.interpreter import HazardError, LocalComm, Mailbox, interpret
 from fzero.state import storage

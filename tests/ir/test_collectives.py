@@ -20,8 +20,9 @@ from fzero.cost import step_time
 from fzero.cost.rates import Rates
 from fzero.ir.collectives import Collective, Span
 from fzero.ir.kinds import OPS, OpKind, of, register
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import TRANSPORTS, Program, op_text, wire_bytes
-from fzero.ir.records import Op, Ref, make_op
+from fzero.ir.records import Ref
 from fzero.verify.abstract import program_meaning
 from fzero.verify.rules import transfers
 from lab.mutate import Bench

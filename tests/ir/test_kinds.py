@@ -14,8 +14,9 @@ from fzero.cost import step_time
 from fzero.cost.rates import Rates
 from fzero.ir import kinds
 from fzero.ir.kinds import OPS, OpKind, register
+from fzero.ir.op import make_op
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Ref, make_op
+from fzero.ir.records import Ref
 from fzero.runtime import executor, handlers
 from lab.mutate import Bench
 from lab.mutate.corpus import Case, lowered

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import fzero
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.program import Level, Program
-from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Op, Ref, Slot, SlotKey, StepPhase, make_op
+from fzero.ir.records import ALIGN, DTYPES, Bucket, Buffer, Ref, Slot, SlotKey
 from fzero.passes import Options, optimise
 
 specs = st.fixed_dictionaries(
@@ -170,7 +171,7 @@ def test_a_text_of_another_version_says_so() -> None:
 
 
 def test_facts_that_are_fields_round_trip() -> None:
-    """The layer of a bucket, the entry of a column, the axis of a rank's place, what is lent, the level, slots."""
+    """A bucket's layer, a buffer's entry, axis and what is lent, an op's phase, a program's level and slots."""
     odd = "blocks.0 = 1"
     buckets = {
         "a~2": Bucket("a~2", ALIGN, (Slot("x", 0, 1, ()),), "dp", layer=odd, numbered=True),

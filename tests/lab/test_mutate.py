@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fzero
-from fzero.ir.records import Ref, make_op
+from fzero.ir.op import make_op
+from fzero.ir.records import Ref
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
 from lab.mutate import (

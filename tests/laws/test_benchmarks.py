@@ -38,7 +38,8 @@ from benchmarks.ratios import TABLE, ratios
 from benchmarks.tensor_worker import CONTENDERS as CONTENDERS_OF_TENSOR
 from benchmarks.tensor_worker import SIZES as SIZES_OF_TENSOR
 from benchmarks.tensor_worker import num_parameters, torch_plan
-from fzero.ir.records import Ref, make_op
+from fzero.ir.op import make_op
+from fzero.ir.records import Ref
 
 TINY = SIZES["tiny"]
 

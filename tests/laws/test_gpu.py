@@ -168,7 +168,8 @@ NCCL = """
 import torch, torch.distributed as dist
 from fzero.comm import heartbeat, transfers
 from fzero.comm.group import Line
-from fzero.ir.records import Op, Ref
+from fzero.ir.op import Op
+from fzero.ir.records import Ref
 dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29533", rank=0, world_size=1)
 comm = transfers.Nccl(Line(), heartbeat.ALONE)
 source, dest = torch.arange(8.0, device="cuda"), torch.zeros(8, device="cuda")

@@ -75,6 +75,27 @@ def test_a_value_that_the_next_chunk_reads_is_not_made_again() -> None:
     assert 0 < cut < whole
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_is_lent_says_whose_leaf_it_is_and_moves_say_whom_they_serve(zero: int) -> None:
+    """A tied embedding, held on the host: it is brought for the copy that goes to the last role, or for its gather."""
+    init, loss = cases.tied(64, 16, 2)
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.sgd(0.1), microbatches=2, zero=zero, offload={"params/**": "cpu"},
+        mesh={"pp": 2, "dp": 2}, pipeline="1f1b", prefetch=1,
+    )  # fmt: skip
+    programs = fzero.lower(spec, init(fzero.random.key(0)), cases.tokens(8, 8, 64), world_size=4).programs
+    lent = {role: {b.name: b.lent for b in p.buffers.values() if b.lent is not None} for role, p in programs.items()}
+    column = "params:small.full" if zero == 3 else "params:small"
+    assert list(lent[0].values()) == [column], "of the embedding alone, by both roles"
+    assert lent[0] == lent[1]
+    assert all(fzero.parse(str(program)) == program for program in programs.values())
+    copied = next(op for op in programs[0].ops if op.writes and op.writes[0].name in lent[0])
+    assert copied.why.startswith("for role 1: ")
+    gather = next((op for op in programs[0].ops if op.gathers and op.target == copied.reads[0].name), copied)
+    brought = next(op for op in programs[0].ops if op.moves and op.target == gather.reads[0].name)
+    assert brought.why == gather.why, "not once more `for`"
+
+
 # --- borders ----------------------------------------------------------------------------------------------------------
 
 MICROBATCHES = 4

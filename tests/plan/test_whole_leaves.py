@@ -19,8 +19,9 @@ import fzero
 from fzero import tree
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import ALIGN, Op, Ref
+from fzero.ir.records import ALIGN, Ref
 from fzero.plan.layout import layout
 from fzero.plan.state_plan import Plan
 from fzero.plan.whole_leaves import MOST_PADDING, is_whole, pack

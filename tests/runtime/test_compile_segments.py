@@ -21,8 +21,9 @@ from fzero._torch_compat import inductor_lacks
 from fzero.codegen.fusion import Fused
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.runtime import compile_segments
 
 aten = torch.ops.aten

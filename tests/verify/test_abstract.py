@@ -13,8 +13,9 @@ import torch
 
 import fzero
 from fzero.ir.kinds import OPS, OpKind, register
+from fzero.ir.op import make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Ref, make_op
+from fzero.ir.records import Ref
 from lab.mutate import Bench
 from lab.mutate.corpus import Case, lowered
 from lab.mutate.edits import find, insert, with_buffers

@@ -20,8 +20,8 @@ import fzero
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Op
 from fzero.verify.message_order import unmatched
 from fzero.verify.rules import verify
 from lab.mutate import roles

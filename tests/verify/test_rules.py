@@ -11,8 +11,9 @@ import torch
 import fzero
 from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import ALIGN, Buffer, Op, Ref, Slot, SlotKey, make_op
+from fzero.ir.records import ALIGN, Buffer, Ref, Slot, SlotKey
 from fzero.passes import optimise
 from fzero.verify.rules import RULES, verify
 from lab.mutate import Bench

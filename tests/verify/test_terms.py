@@ -19,8 +19,9 @@ import fzero
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import make_op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 from fzero.verify.abstract import Abstract, Content
 from fzero.verify.rules import verify
 from fzero.verify.terms import PartialTerm, Undefined, Vec, apply, evaluate, gathered, reduced, term

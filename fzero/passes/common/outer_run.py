@@ -16,9 +16,10 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir.op import Op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref, SlotKey
+from fzero.ir.records import Buffer, Ref, SlotKey
 
 COPY = torch.ops.aten.copy_.default
 

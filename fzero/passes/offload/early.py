@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
-from fzero.ir.records import Op, Ref
+from fzero.ir.op import Op
+from fzero.ir.records import Ref
 
 
 def last_of_losses(ops: Sequence[Op]) -> int:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import replace
 
 from fzero.ir import rewrite
+from fzero.ir.op import StepPhase, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DEVICE, HOST, Op, Ref, StepPhase, make_op
+from fzero.ir.records import DEVICE, HOST, Ref
 from fzero.passes.offload.to_spaces import staging
 from fzero.passes.recompute import says
 
@@ -32,9 +32,7 @@ def offload_activations(program: Program, rules: Mapping[str, str], ahead: int =
     runs = [i for i, op in enumerate(program.ops) if op.computes]
     phase = {i: op.phase for i in runs if (op := program.ops[i]).in_region}
     reads, writes = rewrite.reads_of(program.ops), rewrite.writes_of(program.ops)
-    buffers = dict(program.buffers)
-    before: dict[int, list[Op]] = {}
-    renamed: dict[tuple[int, str], str] = {}
+    edits = rewrite.Edits()
     for index in (i for i, found in phase.items() if found is StepPhase.FORWARD):
         op = program.ops[index]
         if not says(program, op, rules, "offload"):
@@ -48,20 +46,14 @@ def offload_activations(program: Program, rules: Mapping[str, str], ahead: int =
             if program.buffers[ref.name].kind != "activation" or last < index or gap <= APART:
                 continue
             down, up = f"{ref.name}.host", f"{ref.name}.back"
-            buffers[down] = staging(buffers[ref.name], down, HOST)
-            buffers[up] = staging(buffers[ref.name], up, DEVICE)
+            edits.buffers |= {n: staging(program.buffers[ref.name], n, to) for n, to in ((down, HOST), (up, DEVICE))}
             why = f"activations of {op.why}"
             settled = runs[bisect_left(runs, last) + 1] + 1
             start = max(runs[bisect_left(runs, first) - ahead], settled)
-            before.setdefault(last + 1, []).append(make_op("move", [ref], [Ref(down)], why=why))
-            before.setdefault(settled, []).append(make_op("wait", [Ref(down)], why=why))
-            before.setdefault(start, []).append(make_op("move", [Ref(down)], [Ref(up)], why=why))
-            before.setdefault(first, []).append(make_op("wait", [Ref(up)], why=why))
-            renamed.update({(i, ref.name): up for i in late})
-    ops: list[Op] = []
-    for index, op in enumerate(program.ops):
-        ops += before.get(index, [])
-        names = {r.name: renamed[index, r.name] for r in op.reads if (index, r.name) in renamed}
-        reads_now = tuple(replace(r, name=names.get(r.name, r.name)) for r in op.reads)
-        ops.append(replace(op, reads=reads_now) if names else op)
-    return rewrite.finish(program, "offload_activations", ops=ops, buffers=buffers)
+            edits.before[last + 1].append(make_op("move", [ref], [Ref(down)], why=why))
+            edits.before[settled].append(make_op("wait", [Ref(down)], why=why))
+            edits.before[start].append(make_op("move", [Ref(down)], [Ref(up)], why=why))
+            edits.before[first].append(make_op("wait", [Ref(up)], why=why))
+            for i in late:
+                edits.rename[i][ref.name] = up
+    return edits.apply(program, "offload_activations")

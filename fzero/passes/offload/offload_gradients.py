@@ -20,8 +20,9 @@ from torch import fx
 from fzero import tree
 from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.offset_assignment import PAGE_BYTES
+from fzero.ir.op import Op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref
+from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Ref
 from fzero.passes.offload.early import last_of_losses, moved_early
 from fzero.passes.offload.to_spaces import chain, staging
 
@@ -47,8 +48,7 @@ def offload_gradients(program: Program, rules: Mapping[str, str]) -> Program:
     if not moved:
         return program
     kept = replace(program, segments={**program.segments, **pool})
-    placed, buffers = _Waiting(kept, ops, rules).placed()
-    return rewrite.finish(program, "offload_gradients", ops=placed, buffers=buffers, new_segments=pool)
+    return _Waiting(kept, ops, rules).placed().apply(kept, "offload_gradients", ops)
 
 
 def _sums(program: Program, op: Op) -> bool:
@@ -84,7 +84,7 @@ def _by_bucket(program: Program, op: Op, pool: dict[str, fx.GraphModule]) -> lis
 
 
 class _Waiting:
-    """Ops whose gradients get a place to wait. `placed` writes `buffers` and `end`."""
+    """Ops whose gradients get a place to wait. `placed` writes `edits` and `end`."""
 
     def __init__(self, program: Program, ops: list[Op], rules: Mapping[str, str]) -> None:
         self.program, self.ops, self.rules = program, ops, rules
@@ -92,13 +92,11 @@ class _Waiting:
         self.last_loss = last_of_losses(ops)
         self.reads, self.writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
         self.waits = {op.target: i for i, op in enumerate(ops) if op.is_wait}
-        self.buffers = dict(program.buffers)
+        self.edits = rewrite.Edits()
         self.end = _pages(program.arenas[DISK])
 
-    def placed(self) -> tuple[list[Op], dict[str, Buffer]]:
-        """The ops with the moves of gradients that wait, and the buffers."""
-        before: dict[int, list[Op]] = {}
-        renamed: dict[int, dict[str, str]] = {}
+    def placed(self) -> rewrite.Edits:
+        """The edits that move the gradients that wait."""
         for name, buffer in self.program.buffers.items():
             space = self._space(buffer)
             late = [i for i, _ in self.reads.get(name, ()) if i > self.last_loss and self.ops[i].is_flat]
@@ -112,15 +110,12 @@ class _Waiting:
             why = f"gradients of {buffer.bucket} wait"
             *near, far = chain([Ref(n) for n in (name, *down)], why)  # `far` is the last wait
             settled = self.runs[self._turn(last + 1)] + 1
-            before.setdefault(last + 1, []).extend(near)
-            before.setdefault(settled, []).append(far)
-            before.setdefault(first, []).extend(chain([Ref(n) for n in (down[-1], *up)], why))
+            self.edits.before[last + 1] += near
+            self.edits.before[settled].append(far)
+            self.edits.before[first] += chain([Ref(n) for n in (down[-1], *up)], why)
             for i in late:
-                renamed.setdefault(i, {})[name] = up[-1]
-        ops: list[Op] = []
-        for i, op in enumerate(self.ops):
-            ops += [*before.get(i, ()), rewrite.moved(op, renamed.get(i, {}))]
-        return ops, self.buffers
+                self.edits.rename[i][name] = up[-1]
+        return self.edits
 
     def _turn(self, index: int) -> int:
         return bisect_left(self.runs, index)
@@ -142,9 +137,9 @@ class _Waiting:
             self.end += _pages(kept.nbytes)
         if len(route(self.program, DEVICE, space)) > 1:
             down, up = [f"{name}.down", kept.name], [f"{name}.up", f"{name}.in"]
-            self.buffers.update({n: staging(buffer, n, HOST) for n in (down[0], up[0])})
-        self.buffers[kept.name] = kept
-        self.buffers[up[-1]] = staging(buffer, up[-1], DEVICE)
+            self.edits.buffers.update({n: staging(buffer, n, HOST) for n in (down[0], up[0])})
+        self.edits.buffers[kept.name] = kept
+        self.edits.buffers[up[-1]] = staging(buffer, up[-1], DEVICE)
         return down, up
 
 

@@ -19,11 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Op, Ref, make_op
+from fzero.ir.records import DEVICE, DISK, HOST, Buffer, Ref
 from fzero.passes.offload.to_spaces import copies_of, staging
 
 # the order of what is inserted before one op
@@ -100,15 +102,12 @@ class _Placing:
         self.written = self._sums((v.last, v) for v in self.visits if v.writes)
         self._fetches()
         self._write_backs()
-        before: dict[int, list[Op]] = {}
+        edits = rewrite.Edits(buffers=self.buffers)
         for index, _, _, op in sorted(self.inserted, key=lambda row: row[:3]):
-            before.setdefault(index, []).append(op)
-        ops: list[Op] = []
+            edits.before[index].append(op)
         for index, op in enumerate(self.ops):
-            ops += before.get(index, [])
-            ops.append(rewrite.renamed(op, lambda ref, index=index: self._renamed(index, ref)))  # type: ignore[misc]
-        ops += before.get(len(self.ops), [])
-        return rewrite.finish(self.program, "place_moves", ops=ops, buffers=self.buffers)
+            edits.instead[index] = [rewrite.renamed(op, partial(self._renamed, index))]
+        return edits.apply(self.program, "place_moves", self.ops)
 
     # --- which visits there are
 

@@ -18,8 +18,9 @@ from torch import fx
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, rewrite, segments
 from fzero.ir.offset_assignment import PAGE_BYTES
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import ALIGN, DISK, Buffer, Op, Ref
+from fzero.ir.records import ALIGN, DISK, Buffer, Ref
 from fzero.passes.offload.to_spaces import copies_of
 
 ELEMENT = 4  # bytes, of the widest columns

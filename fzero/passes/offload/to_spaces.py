@@ -14,8 +14,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from fzero.ir import rewrite
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program, route
-from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.records import DEVICE, PERSISTENT, Buffer, Ref
 
 
 def to_spaces(program: Program) -> Program:
@@ -25,22 +26,20 @@ def to_spaces(program: Program) -> Program:
     if not named:
         return program
     written = {ref.name for op in program.ops for ref in op.writes} & named
-    buffers = {
-        n: b if n in away else replace(b, space=DEVICE) for n, b in program.buffers.items()
-    }  # as casts of leaves
-    top: list[Op] = []
-    bottom: list[Op] = []
+    here = {n: replace(b, space=DEVICE) for n, b in program.buffers.items() if n not in away}  # as casts of leaves
+    edits, end = rewrite.Edits(buffers=here), len(program.ops)
+    copies = {name: f"{name}.in" for name in named}
     for name in (name for name in away if name in named):
         copy, space = f"{name}.in", away[name].space
         on_the_way = route(program, space, DEVICE)[:-1]
         up, down = [*(f"{name}.up" for _ in on_the_way), copy], [copy, *(f"{name}.down" for _ in on_the_way)]
         for passed in (up[:-1], down[1:]):
-            buffers.update({n: staging(away[name], n, via) for n, via in zip(passed, on_the_way, strict=True)})
-        buffers[copy] = staging(away[name], copy, DEVICE)
-        top += chain([Ref(n) for n in (name, *up)], f"{name} at the top")
-        bottom += chain([Ref(n) for n in (*down, name)], f"keep {name}") if name in written else []
-    ops = [rewrite.moved(op, {name: f"{name}.in" for name in named}) for op in program.ops]
-    return rewrite.finish(program, "to_spaces", ops=[*top, *ops, *bottom], buffers=buffers)
+            edits.buffers.update({n: staging(away[name], n, via) for n, via in zip(passed, on_the_way, strict=True)})
+        edits.buffers[copy] = staging(away[name], copy, DEVICE)
+        edits.before[0] += chain([Ref(n) for n in (name, *up)], f"{name} at the top")
+        edits.before[end] += chain([Ref(n) for n in (*down, name)], f"keep {name}") if name in written else ()
+    edits.rename = dict.fromkeys(range(end), copies)
+    return edits.apply(program, "to_spaces")
 
 
 def staging(like: Buffer, name: str, space: str) -> Buffer:

@@ -17,8 +17,9 @@ from torch import fx
 
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref
+from fzero.ir.records import PERSISTENT, Buffer, Ref
 from fzero.passes.pipeline.chunks import pieces
 from fzero.passes.pipeline.split_backward import Halves, split_backward
 from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule

@@ -25,8 +25,9 @@ from itertools import chain, zip_longest
 
 from fzero.ir import rewrite
 from fzero.ir.mesh import PIPELINE
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import PERSISTENT, Buffer, Op, Ref, make_op
+from fzero.ir.records import PERSISTENT, Buffer, Ref
 from fzero.passes.pipeline.assign_roles import Assigned, Group, RoleWork
 from fzero.pipeline import Schedule
 

@@ -21,8 +21,8 @@ from torch import fx
 
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, fx_values
+from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program
-from fzero.ir.records import Op, StepPhase
 from fzero.passes.rematerialise_views import MadeAnew
 
 COPY = torch.ops.aten.copy_.default

@@ -58,7 +58,8 @@ from fzero import optim
 from fzero.comm import heartbeat, transfers
 from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
-from fzero.ir.records import Op, Ref
+from fzero.ir.op import Op
+from fzero.ir.records import Ref
 from fzero.kernels import adam8_kernel, adamw, cast, flat_norms, hyper, quantize, signs
 from fzero.kernels import round as rounding
 from fzero.optim import _adam8

@@ -26,8 +26,8 @@ from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, gloo
 from fzero.compile.judged import naive
+from fzero.ir.op import make_op
 from fzero.ir.records import Ref as R
-from fzero.ir.records import make_op
 from fzero.passes import Options, optimise
 from fzero.runtime.handlers import Rank, steps
 from fzero.state import storage
