@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from fzero.ir.decisions import IDLE, Choice
 from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 from fzero.ir.records import Bucket, Buffer, Ref
 from fzero.plan.pipeline_cut import Cut, layer_of
 from fzero.shard.layouts import WHOLE, Layout
+
+NO_SIZE = Choice(0, "no bucket was cut by its size", IDLE)
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Leaf:
 class Plan:
     """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf.
 
-    axis: the data axes, over which the batch is split, as one. cut: the chunks of a pipeline, if any.
+    axis: the data axes, over which the batch is split, as one. cut: the chunks of a pipeline, if any. bucket_bytes: the
+    size at which buckets were cut, and why.
     """
 
     axis: str
@@ -48,6 +52,7 @@ class Plan:
     buffers: Mapping[str, Buffer]
     leaves: tuple[Leaf, ...]
     cut: Cut | None = None
+    bucket_bytes: Choice[int] = NO_SIZE
 
     @property
     def world_size(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fzero.cost.choose import Choice
 from fzero.cost.rates import H100, Rates
+from fzero.ir.decisions import Choice
 from fzero.ir.program import Program, lane_bytes, named_bytes
 from fzero.ir.records import HOST
 from fzero.passes.offload.place_moves import place_moves
 
 
-def update_place(program: Program, rates: Rates | None = None) -> Choice[str]:
+def cheaper_place(program: Program, rates: Rates | None = None) -> Choice[str]:
     """Returns "device" or "cpu": on a CPU world where a step moves fewer bytes, for a CUDA device where moves and
     updates on the host take less time. program: before its moves are placed. rates: of the machine; those of an H100
     where they are not known."""
@@ -24,7 +24,8 @@ def update_place(program: Program, rates: Rates | None = None) -> Choice[str]:
         by = "the bytes that a step moves"
     where = "cpu" if cost["cpu"] < cost["device"] else "device"
     each = ", ".join(f"{name}: {shown.format(value)}" for name, value in cost.items())
-    return Choice(where, f"update_on={where!r} by {by} ({each}). Spec(update_on=...) chooses otherwise")
+    reason = f"update_on={where!r} by {by} ({each}). Spec(update_on=...) chooses otherwise"
+    return Choice.least(cost, where, reason, "s" if program.transport == "nccl" else "bytes")
 
 
 def _seconds(program: Program, rates: Rates) -> float:
