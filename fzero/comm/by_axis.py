@@ -8,6 +8,7 @@ import torch
 
 from fzero.comm.protocol import Comm
 from fzero.ir.records import Op
+from fzero.ir.wire import op_bytes
 
 
 class ByAxis:
@@ -65,6 +66,5 @@ def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
     >>> sent(make_op("all_gather", [Ref("a")], [Ref("b")]), [own, whole], 2)
     16
     """
-    if not op.is_collective:
-        return tensors[0].nbytes if op.is_send else 0
-    return op.row.wire_bytes(tensors[len(op.reads) if op.gathers else 0].nbytes, size)
+    nbytes = [tensor.nbytes for tensor in tensors]
+    return op_bytes(op, nbytes[: len(op.reads)], nbytes[len(op.reads) :], size)

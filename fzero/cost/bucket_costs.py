@@ -10,12 +10,13 @@ from fzero.cost.rates import Rates
 from fzero.ir.mesh import Mesh
 
 log = logging.getLogger("fzero")
+KINDS = ("all_gather", "reduce_scatter")  # what a bucket makes
 BUCKETS = tuple(n << 20 for n in (8, 16, 32, 64, 128))
 
 
 def bucket_costs(rates: Rates) -> dict[str, float]:
     """Seconds per GB by bucket size in bytes, for each of `BUCKETS`: of the kind of transfer that is slowest."""
-    return {str(size): max(rates.transfer(kind, size) for kind in rates.latency) / size * 1e9 for size in BUCKETS}
+    return {str(size): max(rates.transfer(kind, size) for kind in KINDS) / size * 1e9 for size in BUCKETS}
 
 
 def kept_bucket_costs(

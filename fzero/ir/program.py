@@ -35,6 +35,7 @@ from fzero.ir.records import (
     shape_text,
     tile_text,
 )
+from fzero.ir.wire import op_bytes
 
 HEADER = "fzero program 2"
 TRANSPORTS = ("p2p", "shared", "nccl")
@@ -235,12 +236,11 @@ def wire_bytes(program: Program, op: Op) -> int:
     """Bytes that one rank sends for `op`; 0 where it sends none, or where the op does not fit its program."""
     if any(ref.name not in program.buffers for ref in (*op.reads, *op.writes)):
         return 0  # verify refuses it, and prints it
-    if op.is_send:
-        return sum(program.buffers[ref.name].nbytes for ref in op.reads)
-    refs = op.writes if op.gathers else op.reads
-    if not op.is_collective or op.axis not in program.mesh or not refs:
+    if op.is_collective and op.axis not in program.mesh:
         return 0
-    return op.row.wire_bytes(program.buffers[refs[0].name].nbytes, program.mesh.size(str(op.axis)))
+    ranks = program.mesh.size(str(op.axis)) if op.is_collective else 1
+    read, written = ([program.buffers[ref.name].nbytes for ref in refs] for refs in (op.reads, op.writes))
+    return op_bytes(op, read, written, ranks)
 
 
 def route(program: Program, source: str, target: str) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fzero.cost.rates import H100, Rates
+from fzero.cost.step_time import UPDATES, op_seconds
 from fzero.ir.decisions import Choice
-from fzero.ir.program import Program, lane_bytes, named_bytes
+from fzero.ir.program import Program, lane_bytes
 from fzero.ir.records import HOST
 from fzero.passes.offload.place_moves import place_moves
 
@@ -30,10 +31,9 @@ def cheaper_place(program: Program, rates: Rates | None = None) -> Choice[str]:
 
 def _seconds(program: Program, rates: Rates) -> float:
     """The seconds of a step's moves on the busier lane, and of its updates on the host: neither hides the other."""
-    moved = {name: nbytes for name, nbytes in lane_bytes(program).items() if name in rates.lanes}
-    busier = max((nbytes / rates.lanes[name] for name, nbytes in moved.items()), default=0.0)
-    updated = 0
+    spent: dict[str, float] = {}
     for op in program.ops:
-        if op.computes and program.space(op) == HOST:
-            updated += sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes))
-    return busier + updated / rates.host_bytes
+        if op.moves or (op.computes and program.space(op) == HOST):
+            lane, taken = op_seconds(program, op, rates)
+            spent[lane] = spent.get(lane, 0.0) + taken
+    return max((spent.get(lane, 0.0) for lane in rates.lanes), default=0.0) + spent.get(UPDATES, 0.0)
