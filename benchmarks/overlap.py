@@ -27,7 +27,7 @@ import fzero
 from benchmarks.contenders import nvme_path
 from fzero.disk.direct import aligned
 from fzero.disk.disk_file import DiskFile
-from fzero.passes import TILE_BYTES
+from fzero.ir.decisions import TILE_BYTES
 from fzero.passes.offload.place_moves import IN_FLIGHT
 
 LEAVES = 6

@@ -15,15 +15,19 @@ from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
 from fzero.capture.static import Static
 from fzero.comm.agree import Same, agree
-from fzero.comm.transport import bucket_bytes, transport_name
+from fzero.comm.transport import transport_name
+from fzero.compile import decide
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
+from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import check_key, recipe_for
 from fzero.compile.step import fakes_on
+from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
+from fzero.ir.decisions import Decisions
 from fzero.session.interrupts import keeps_state
 from fzero.session.session import execute, session_of
 from fzero.session.world import World, check_spec
@@ -132,15 +136,24 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
 @ambient.steady()
 @collector_paused()
 def lower(
-    spec: Spec, params_like: Any, batch_like: Any, *, world_size: int | None = None, key: torch.Tensor | None = None
+    spec: Spec,
+    params_like: Any,
+    batch_like: Any,
+    *,
+    world_size: int | None = None,
+    key: torch.Tensor | None = None,
+    decisions: Decisions | Deciders | None = None,
 ) -> Lowered:
     """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
 
     `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key
     that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size` defaults to
     the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one for each role,
-    `lowered.programs[role]`. `lowered.memory` has the planned bytes per rank; `lowered.choices` gives the decisions,
-    with reasons.
+    `lowered.programs[role]`. `lowered.memory` has the planned bytes per rank; `lowered.choices` says what fzero chose.
+    `lowered.decisions` is a record of all that was decided, with reasons.
+
+    decisions: such a record makes the same program again. Raises SpecError where the spec or the step contradicts it.
+    It may also be the functions that decide (`fzero.compile.decide.Deciders`).
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
@@ -159,14 +172,17 @@ def lower(
     transport = transport_name(device, spec.transfers)
     device = device if backend.of(device).calls.available() else torch.device("cpu")  # shapes do not need the device
     recipe = recipe_for(spec, params_like, key, device)
-    cap = bucket_bytes(transport, mesh)
-    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, cap)
+    deciders = decide.table(spec, decisions)
+    costs = kept_bucket_costs(transport, mesh)
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
         if isinstance(leaf, torch.Tensor):
             check_leaf(leaf_name("batch", path), leaf)
     with progress.shown("lowering the step"):
-        return checked_step(spec, state, fakes_on(batch_like, device), plan, transport)
+        lowered = checked_step(spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders)
+    decide.check_strategies(lowered.decisions, decisions)
+    return lowered
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ torch computes an fp32 `mm` with MKL. oneDNN is in the same build, and torch use
 1. every matmul of a captured step is looked up by op, shapes, strides and dtype among the figures that were measured on
    this machine (`fzero.cost.kept_costs`). One that is not there is measured, both ways, into a given output, in 20 to
    70 milliseconds;
-2. where oneDNN is at least `MARGIN` times as fast, the node becomes `fzero::onednn_mm` (`addmm`, `bmm`, `baddbmm`), an
-   op of the same arguments, result and strides. That happens in the captured graph, before anything is lowered. The
-   meaning of a step and the program of every stage hold the same ops, so bits do not depend on the stage.
+2. where oneDNN is chosen (`fzero.compile.decide`: where it is at least 1.1 times as fast), the node becomes
+   `fzero::onednn_mm` (`addmm`, `bmm`, `baddbmm`), an op of the same arguments, result and strides. That happens in the
+   captured graph, before anything is lowered. The meaning of a step and the program of every stage hold the same ops,
+   so bits do not depend on the stage.
 
     mm = aten.mm(x, t)      becomes      mm = fzero.onednn_mm(x, t)
 
@@ -38,7 +39,6 @@ from fzero.cost.kept_costs import Costs, Figures
 from fzero.ir import segments
 
 aten = torch.ops.aten
-MARGIN = 1.1  # a tie stays with torch's default
 SAME = 1e-5  # relative distance of two fp32 results, summed in different orders; rounding to tf32 gives 2e-4
 LARGEST = 1 << 29  # multiplications measured at: of larger matmuls a part is
 SECONDS, ROUNDS = 0.02, (2, 300)  # of measuring, for both together
@@ -97,15 +97,16 @@ def of(node: fx.Node) -> Matmul | None:
     return Matmul(name, tuple(tuple(v.shape) for v in values), tuple(v.stride() for v in values))
 
 
-def choose(graph: Graph, costs: Costs) -> tuple[Graph, dict[str, str]]:
-    """(the graph with the faster op for each matmul, a line on each choice by question). Does not change its input."""
+def products(graph: Graph) -> dict[str, Matmul]:
+    """The matmuls of a captured step of which a library can be chosen, by the question under which figures are kept."""
     nodes = [n for gm in (graph.gm, *(region.gm for region in graph.regions)) for n in gm.graph.nodes]
-    asked = {str(matmul): matmul for matmul in map(of, nodes) if matmul is not None}
+    return {str(matmul): matmul for matmul in map(of, nodes) if matmul is not None}
+
+
+def figures_of(asked: Mapping[str, Matmul], costs: Costs) -> dict[str, Figures]:
+    """By question, the speed of both libraries; those of which nothing is known are left out."""
     known = costs.find(list(asked), lambda question: measured(asked[question])) if asked else {}
-    known = {question: figures for question, figures in known.items() if {"onednn", "torch"} <= figures.keys()}
-    lines = {question: _line(question, known.get(question)) for question in asked}
-    chosen = {asked[question] for question, figures in known.items() if _faster(figures)}
-    return (rewritten(graph, chosen) if chosen else graph), lines
+    return {question: figures for question, figures in known.items() if {"onednn", "torch"} <= figures.keys()}
 
 
 def rewritten(graph: Graph, chosen: set[Matmul]) -> Graph:
@@ -120,17 +121,6 @@ def _with_forms(gm: fx.GraphModule, chosen: set[Matmul]) -> fx.GraphModule:
         if of(node) in chosen:
             node.target = FORMS[node.target]
     return segments.module(graph)
-
-
-def _faster(figures: Mapping[str, float]) -> bool:
-    return figures["onednn"] >= MARGIN * figures["torch"]
-
-
-def _line(question: str, figures: Figures | None) -> str:
-    if figures is None:
-        return f"{question}: torch's own, for nothing was measured here (a first step on this machine measures)"
-    who = "oneDNN" if _faster(figures) else "torch's own"
-    return f"{question}: {who} by speed (GFLOP/s: oneDNN {figures['onednn']:.3g}, torch's own {figures['torch']:.3g})"
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

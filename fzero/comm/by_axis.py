@@ -9,6 +9,7 @@ import torch
 from fzero.comm.protocol import Comm
 from fzero.comm.routed import Routed
 from fzero.ir.op import Op
+from fzero.ir.wire import op_bytes
 
 
 class ByAxis(Routed):
@@ -49,7 +50,5 @@ def sent(op: Op, tensors: list[torch.Tensor], size: int) -> int:
     >>> sent(make_op("all_gather", [Ref("a")], [Ref("b")]), [own, whole], 2)
     16
     """
-    record = op.row.collective
-    if record is None:
-        return tensors[0].nbytes if op.is_send else 0
-    return record.wire_bytes(record.whole_bytes(tensors[0].nbytes, tensors[len(op.reads)].nbytes), size)
+    nbytes = [tensor.nbytes for tensor in tensors]
+    return op_bytes(op, nbytes[: len(op.reads)], nbytes[len(op.reads) :], size)

@@ -69,6 +69,7 @@ def measured(
         hidden=hidden,
         flops={2: low, 4: full},
         memory_bytes=memory_bytes,
+        ranks=ranks,
     )
     return table, rates
 

@@ -24,12 +24,9 @@ from fzero.comm.protocol import Comm
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
 from fzero.comm.transfers import P2P, Alone, Nccl, gloo
-from fzero.cost import choose
-from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.mesh import DATA, PIPELINE, Mesh
-from fzero.plan.layout import BUCKET_BYTES
 from fzero.state import storage
 
 log = logging.getLogger("fzero")
@@ -103,22 +100,6 @@ def _ways(line: Line, lane: int, host: SharedMemoryPeers | None, transfers: str)
 
 def _joined(along: Mapping[str, Line], comms: Mapping[str, Comm]) -> Comm:
     return ByAxis(comms, {axis: line.size for axis, line in along.items()})
-
-
-def bucket_bytes(transport: str, mesh: Mesh, rank: int = 0, rates: Rates | None = None, store: Any = None) -> int:
-    """Returns the bytes at which buckets are cut if the spec does not say: BUCKET_BYTES if nothing was measured.
-
-    The choice rests on the costs of transfers when this machine first had such a world. They are kept, so that all runs
-    have one layout, and so one order of sums. `store` makes the choice the same on every rank.
-    """
-    costs = Costs("buckets", measures=rates is not None, rank=rank, store=store)
-    question = f"{transport}, {mesh.data_ranks} ranks"
-    measured = costs.find([question], lambda _: choose.bucket_costs(rates) if rates is not None else {})
-    known = {size: cost for size, cost in measured.get(question, {}).items() if size in map(str, choose.BUCKETS)}
-    if not known:
-        return BUCKET_BYTES
-    log.info("fzero: buckets by measured seconds a GB (%s): %s", question, known)
-    return choose.bucket_bytes(known)
 
 
 def _shown(table: pick_way.Table, first: str) -> str:

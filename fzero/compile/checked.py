@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.compile import fault_report
+from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import lower_step
 from fzero.cost.kept_costs import Costs
@@ -25,11 +26,12 @@ def checked_step(
     fn: Callable[..., Any] | None = None,
     costs: Costs | None = None,
     rates: Rates | None = None,
+    deciders: Deciders | None = None,
 ) -> Lowered:
     """`lower_step`, and its programs verified. Raises VerifyError with a report (`fault_report`)."""
     lowered: Lowered | None = None
     try:
-        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates)
+        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders)
         verify(lowered.roles)
     except VerifyError as error:
         programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)

@@ -15,6 +15,7 @@ from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
+from fzero.ir.decisions import Decisions
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.program import Program
 from fzero.lowering.localise import Sharding
@@ -32,10 +33,10 @@ class Lowered:
     graph: Graph
     plan: Plan
     programs: Mapping[int, Program]  # by role, the coordinate on the mesh axis `pp`; {0: ...} without a pipeline
-    choices: Mapping[str, str]  # the decisions by name, with their reasons
+    choices: Mapping[str, str]  # what fzero chose, and what it noted of the programs, as sentences by name
     passes: tuple[PassRecord, ...]  # one line each: print(*lowered.passes, sep="\n")
-    reduce: str  # "end" or "each": when the gradients of microbatches are reduced
-    options: Mapping[int, Options] = field(repr=False)  # of the passes, by role
+    decisions: Decisions  # all that was decided, each with its reason and the runner-up: print it
+    asked: Options = field(repr=False)  # what the passes read of the spec; see `options`
     schedule: Schedule | None = None  # the order of work of a pipeline
     sharding: Sharding | None = None  # with an axis that cuts dims, as `tp`: leaves, transfers and reasons; print it
 
@@ -45,6 +46,16 @@ class Lowered:
         if len(self.programs) > 1:
             raise FzeroError(f"there is a program for each of {len(self.programs)} roles: lowered.programs[role]")
         return next(iter(self.programs.values()))
+
+    @property
+    def reduce(self) -> str:
+        """ "end" or "each": when the gradients of microbatches are reduced."""
+        return self.decisions.reduce.value
+
+    @property
+    def options(self) -> dict[int, Options]:
+        """By role, what its last passes read."""
+        return {number: replace(self.asked, decided=role) for number, role in self.decisions.roles.items()}
 
     @property
     def naive(self) -> Program:

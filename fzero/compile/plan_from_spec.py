@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from fzero import tree
+from fzero.compile import decide
 from fzero.compile.resolve import mesh_of
 from fzero.errors import SpecError
+from fzero.ir.decisions import Choice
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import DEVICE
-from fzero.plan.layout import BUCKET_BYTES, layout
+from fzero.plan.layout import layout
 from fzero.plan.memory_use import GRADS, KINDS_OF_LEAVES
 from fzero.plan.parallelism import DEFAULT_PARAMS
 from fzero.plan.pipeline_cut import Cut, cut_layers
@@ -26,9 +29,11 @@ def plan_for(
     values: Sequence[torch.Tensor],
     per_rank: Sequence[str],
     mesh: Mesh,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_costs: Mapping[str, float] | None = None,
+    deciders: decide.Deciders | None = None,
 ) -> Plan:
-    """The layout of a state's leaves. `bucket_bytes` is used if the spec names no size.
+    """The layout of a state's leaves. bucket_costs: as kept (`fzero.cost.bucket_costs`). deciders: choose where the
+    spec says nothing.
 
     Raises SpecError for a path rule that matches no leaf.
     """
@@ -40,13 +45,18 @@ def plan_for(
     check_rules("Spec(trainable=...)", spec.numerics.trainable_rules or (), of_params)
     of_state = [rule for rule in offload if rule not in KINDS_OF_LEAVES and not rule.startswith(GRADS)]
     check_rules("Spec(offload=...)", of_state, paths)
+    deciders = deciders or decide.DECIDERS
+    if memory.bucket_bytes is not None:
+        size = Choice.given(memory.bucket_bytes, "Spec(bucket_bytes=)")
+    else:
+        size = deciders.bucket_bytes(bucket_costs or {})
     plan = layout(
         paths,
         values,
         mesh=mesh,
-        pipeline=_cut(spec, mesh),
+        pipeline=_cut(spec, mesh, deciders),
         zero=parallel.stages(mesh_of(spec).data_axes),
-        bucket_bytes=memory.bucket_bytes or bucket_bytes,
+        bucket_bytes=size.value,
         params=params,
         per_rank=per_rank,
         compute=spec.numerics.policy.gathered_dtype,
@@ -56,10 +66,9 @@ def plan_for(
     _check_offloaded(offload, plan)
     gradients = [f"{GRADS}{slot.path}" for bucket in plan.buckets.values() for slot in bucket.slots]
     check_rules("Spec(offload=...)", [rule for rule in offload if rule.startswith(GRADS)], gradients)
-    check_rules(
-        "Spec(remat=...)", memory.remat_rules, [*paths, *(s.path for b in plan.buckets.values() for s in b.slots)]
-    )
-    return plan
+    slots = [slot.path for bucket in plan.buckets.values() for slot in bucket.slots]
+    check_rules("Spec(remat=...)", memory.remat_rules, [*paths, *slots])
+    return replace(plan, bucket_bytes=size)
 
 
 def _check_offloaded(rules: Mapping[str, str], plan: Plan) -> None:
@@ -75,12 +84,14 @@ def _check_offloaded(rules: Mapping[str, str], plan: Plan) -> None:
             )
 
 
-def _cut(spec: Spec, mesh: Mesh) -> Callable[[Mapping[str, int], int], Cut] | None:
+def _cut(spec: Spec, mesh: Mesh, deciders: decide.Deciders) -> Callable[[Mapping[str, int], int], Cut] | None:
     """How the layers are dealt to the roles of a pipeline; None without one."""
     if mesh.roles == 1:
         return None
     pipeline = spec.parallel.order
-    return partial(cut_layers, role_of=pipeline.order(mesh.roles, spec.microbatches).role_of, cut=pipeline.cut)
+    given = None if pipeline.cut is None else Choice.given(tuple(pipeline.cut), "Pipeline(cut=)")
+    choose = deciders.cut if given is None else lambda layers, last, chunks: given
+    return partial(cut_layers, role_of=pipeline.order(mesh.roles, spec.microbatches).role_of, choose=choose)
 
 
 def check_rules(field_name: str, rules: Iterable[str], paths: Iterable[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fzero.compile.lowered import Lowered
-from fzero.cost.rates import Rates
-from fzero.cost.step_time import StepTime, step_time
+from fzero.cost.rates import SEND, Rates
+from fzero.cost.step_time import StepTime, roles_time
 from fzero.errors import SpecError
 from fzero.ir.program import lane_bytes
 from fzero.ir.records import DISK
@@ -13,9 +13,10 @@ from fzero.ir.records import DISK
 def simulate(lowered: Lowered, rates: Rates, rank: int = 0) -> StepTime:
     """Returns the predicted time of a step on one rank, by lane, with the bytes that it writes to disk.
 
-    rates: `fzero.cost.rates.H100`, or figures of your machine; `fzero doctor` measures a disk's. A lane of the
-    device that has no rate takes no time. Raises SpecError where a lane of the disk has none, or a kind of transfer
-    between ranks. Messages between the roles of a pipeline take no time; `lowered.timeline()` draws those.
+    rates: `fzero.cost.rates.H100`, or figures of your machine; `fzero doctor` measures a disk's. A transfer is priced
+    by its kind, its axis and the ranks of that. The roles of a pipeline are simulated together: a role waits for the
+    messages of others. A lane of the device that has no rate takes no time. Raises SpecError where a lane of the disk
+    has none, or a kind of transfer between ranks.
 
     >>> import torch, fzero
     >>> from fzero.cost.rates import H100
@@ -42,11 +43,12 @@ def simulate(lowered: Lowered, rates: Rates, rank: int = 0) -> StepTime:
             f"rates.lanes (bytes a second), as `fzero doctor` measures it: dataclasses.replace(rates, "
             f"lanes={{**rates.lanes, {unknown[0]!r}: 2e9}})"
         )
-    kinds = {op.row.rate for op in program.ops if op.is_collective}
-    if lacking := sorted(kinds - set(rates.latency) | kinds - set(rates.wire_bytes)):
+    ops = [op for role in lowered.programs.values() for op in role.ops]
+    wanted = {(op.row.rate or SEND, str(op.axis)) for op in ops if op.is_collective or op.is_message}
+    if lacking := sorted({kind for kind, axis in wanted if rates.link(kind, axis) is None}):
         raise SpecError(
             f"simulate: the step has transfers of a kind without a rate: {', '.join(lacking)}. Needed in "
             "rates.latency (seconds) and rates.wire_bytes (bytes a second): "
             f"dataclasses.replace(rates, latency={{{lacking[0]!r}: 1e-5}}, wire_bytes={{{lacking[0]!r}: 4e11}})"
         )
-    return step_time(program, rates)
+    return roles_time(lowered.programs, rates)[lowered.plan.mesh.role(rank)]

@@ -1,6 +1,6 @@
-"""step: the way from a user's step to a program: capture, lowering, passes, and the decisions between them.
+"""step: the way from a user's step to a program: capture, lowering, passes.
 
-A decision is a `Choice(value, reason)`.
+Between them stand decisions: the spec's, else those of `fzero.compile.decide`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
+from fzero.capture.graph import Graph
 from fzero.codegen import matmul
-from fzero.compile import budgets
+from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
+from fzero.compile.decide.budgets import fitted
 from fzero.compile.judged import local_step, naive
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
-from fzero.compile.reduce_when import reduce_when
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
-from fzero.compile.update_place import update_place
-from fzero.cost import choose
-from fzero.cost.choose import Choice
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
+from fzero.ir.decisions import CHOSEN, IDLE, Choice, Decisions, RoleDecisions
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
-from fzero.passes import BEFORE_ROLES, TILE_BYTES, UNTIL_PREFETCH, Options, PassRecord, optimise
+from fzero.lowering.localise import Sharding
+from fzero.passes import BEFORE_ROLES, UNTIL_PREFETCH, Options, PassRecord, optimise
 from fzero.passes.pipeline.by_role import by_role
-from fzero.passes.prefetch import prefetch
 from fzero.pipeline import Schedule
+from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
 from fzero.spec import Spec
@@ -48,14 +48,16 @@ def lower_step(
     fn: Callable[..., Any] | None = None,
     costs: Costs | None = None,
     rates: Rates | None = None,
+    deciders: decide.Deciders | None = None,
 ) -> Lowered:
     """The program of a spec's step, or of the evaluation of `fn` (`resolve.train_step`).
 
     state, batch: pytrees of tensors; only shapes and dtypes count. transport: "p2p", "shared" or "nccl". costs: kept
-    measurements; without them no matrix product is measured. rates: the measured rates of the transport.
+    measurements; without them no matrix product is measured. rates: the measured rates of the transport. deciders: they
+    choose where the spec says nothing.
     """
-    step = train_step(spec, fn)
-    lowered = _lower(step, lowering_options(spec), state, batch, plan, transport, costs, rates)
+    step, asked = train_step(spec, fn), _Asked(lowering_options(spec), deciders or decide.DECIDERS, rates)
+    lowered = _lower(step, asked, state, batch, plan, transport, costs or Costs("products", measures=False))
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
         ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
@@ -65,10 +67,18 @@ def lower_step(
     return lowered
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a spec wants of a program, who decides where it says nothing, and the rates by which."""
+
+    wanted: LoweringOptions
+    deciders: decide.Deciders
+    rates: Rates | None
+
+
 @collector_paused()
 def _lower(
-    step: TrainStep, wanted: LoweringOptions, state: Any, batch: Any, plan: Plan, transport: str,
-    costs: Costs | None, rates: Rates | None,
+    step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan, transport: str, costs: Costs
 ) -> Lowered:  # fmt: skip
     """Captures the step, lowers it and runs the passes."""
     progress.now("capture")
@@ -83,61 +93,89 @@ def _lower(
         per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
         fns=[step.loss],
     )
-    choices: dict[str, str] = {}
+    wanted = asked.wanted
     local, sharding = local_step(graph, plan, wanted.sequence)
-    if wanted.matmul == "fastest":
-        local, choices = matmul.choose(local, costs or Costs("products", measures=False))
+    local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
-    one_way = plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions)
-    chosen = Choice(wanted.reduce or "end") if wanted.reduce or one_way else reduce_when(local, plan)
+    reduce = _reduce(local, plan, asked)
     collect()
     schedule = None
     if plan.cut is not None:
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
+    options = _options(wanted)
     try:
-        roles = _roles(naive(local, plan, reduce=chosen.value, transport=transport), plan, wanted, schedule, rates)
+        roles = _roles(naive(local, plan, reduce=reduce.value, transport=transport), plan, asked, options, schedule)
     except SpecError as error:  # of a budget, which may not choose other bits
-        if chosen.reason and chosen.value == "end" and wanted.device_bytes is not None:
+        if reduce.how == CHOSEN and reduce.value == "end" and wanted.device_bytes is not None:
             raise SpecError(
                 f"{error}. Or say reduce='each', which holds no whole gradients and has other bits"
             ) from None
         raise
-    for name, choice in (("reduce", chosen), ("prefetch", roles[0].prefetch), ("update_on", roles[0].update_on)):
-        if choice.reason:
-            choices[name] = choice.reason
-    if wanted.gradients:
-        choices["gradients"] = _gradients(roles[0].program)
     programs = {number: role.program for number, role in roles.items()}
-    if lent := _lent(programs):
-        choices["pipeline"] = lent
-    known = backend.of_transport(transport)
-    if known.records_graphs and wanted.cuda_graph:
-        found = [why for program in programs.values() if (why := obstacle(program, torch.device(known.name)))]
-        choices["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
-    options = {number: role.options for number, role in roles.items()}
-    return Lowered(graph, plan, programs, choices, roles[0].records, chosen.value, options, schedule, sharding)
+    decided = {number: role.decided for number, role in roles.items()}
+    cut = UNCUT if plan.cut is None else plan.cut.choice
+    decisions = Decisions(plan.bucket_bytes, cut, _strategies(sharding), products, reduce, decided)
+    choices = {question: choice.reason for question, choice in products.items()}
+    first = roles[0].first
+    for name, choice in (("reduce", reduce), ("prefetch", first.prefetch), ("update_on", first.update_on)):
+        if choice.how == CHOSEN:
+            choices[name] = choice.reason
+    choices |= _notes(programs, wanted)
+    return Lowered(graph, plan, programs, choices, roles[0].records, decisions, options, schedule, sharding)
+
+
+def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[str, Choice[str]]]:
+    """(the graph, by question the library of each matrix product), where the spec lets fzero choose them."""
+    if asked.wanted.matmul != "fastest":
+        return graph, {}
+    products = matmul.products(graph)
+    figures = matmul.figures_of(products, costs)
+    made = {question: asked.deciders.product(question, figures.get(question)) for question in products}
+    chosen = {products[question] for question, choice in made.items() if choice.value == "onednn"}
+    return (matmul.rewritten(graph, chosen) if chosen else graph), made
+
+
+def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
+    """When the gradients of microbatches are reduced."""
+    if asked.wanted.reduce is not None:
+        return Choice.given(asked.wanted.reduce, "Spec(reduce=)")
+    if plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions):
+        return Choice("end", "there is one microbatch, or one rank of the data", IDLE)
+    return asked.deciders.reduce(graph, plan)
+
+
+def _strategies(sharding: Sharding | None) -> dict[str, Choice[tuple[str, ...]]]:
+    """By axis, outermost first, the transfers that values make over it."""
+    if sharding is None:
+        return {}
+    sent = [move for move in sharding.moves if move.nbytes]
+    reason = f"the fewest bytes, node after node: {len(sent)} transfers of a microbatch"
+    total = sum(move.nbytes for move in sent)
+    return {
+        **_strategies(sharding.before),
+        sharding.axis: Choice(tuple(map(str, sharding.moves)), reason, cost=total, unit="bytes sent by a rank"),
+    }
 
 
 @dataclass(frozen=True)
 class _RoleProgram:
-    """The program of one role, how far ahead its gathers start, where its updates run, the options of the last passes,
-    and what all passes changed."""
+    """The program of one role, what was decided for it at first and, under budgets, in the end, and what all passes
+    changed."""
 
     program: Program
-    prefetch: Choice[int]
-    update_on: Choice[str]
-    options: Options
+    first: RoleDecisions
+    decided: RoleDecisions
     records: tuple[PassRecord, ...]
 
 
 def _roles(
-    program: Program, plan: Plan, wanted: LoweringOptions, schedule: Schedule | None, rates: Rates | None
+    program: Program, plan: Plan, asked: _Asked, options: Options, schedule: Schedule | None
 ) -> dict[int, _RoleProgram]:
     """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
     chunk_of = {} if schedule is None else plan.chunk_of()
     first: tuple[PassRecord, ...] = ()
     for row in BEFORE_ROLES:
-        program, record = optimise(program, replace(_options(wanted, 0), chunk_of=chunk_of), [row])
+        program, record = optimise(program, replace(options, chunk_of=chunk_of), [row])
         first += record
         collect()
     parts = {0: program} if schedule is None else dict(by_role(program, schedule))
@@ -150,24 +188,43 @@ def _roles(
                 "by_role", f"from here on there is a program for each role: this is {number}", program, part
             )
             first = (*first[: len(BEFORE_ROLES)], cut)
-        half, second = optimise(part, _options(wanted, 0), UNTIL_PREFETCH)
-        ahead, on_host = _prefetch(half, wanted, rates), _update_on(half, wanted, rates)
-        options = replace(_options(wanted, ahead.value), on_host=on_host.value == "cpu", ahead=_ahead(half))
-        done, options, third = budgets.fitted(half, options, wanted.device_bytes, wanted.host_bytes)
-        roles[number] = _RoleProgram(done, ahead, on_host, options, (*first, *second, *third))
+        half, second = optimise(part, options, UNTIL_PREFETCH)
+        decided = _of_role(half, asked, options)
+        attempts = asked.deciders.tighter(half, decided)
+        budgets = asked.wanted.device_bytes, asked.wanted.host_bytes
+        done, taken, third = fitted(half, replace(options, decided=decided), *budgets, attempts)
+        roles[number] = _RoleProgram(done, decided, taken, (*first, *second, *third))
     return roles
 
 
-def _update_on(program: Program, wanted: LoweringOptions, rates: Rates | None) -> Choice[str]:
-    """Where elementwise work on offloaded leaves runs: by the spec, else where it costs less."""
-    if wanted.update_on is not None or not wanted.offloads:
-        return Choice(wanted.update_on or "device")
-    return update_place(program, rates)
+def _of_role(program: Program, asked: _Asked, options: Options) -> RoleDecisions:
+    """What the last passes of a role's program read. program: before them."""
+    wanted, deciders = asked.wanted, asked.deciders
+    if wanted.prefetch is not None:
+        ahead = Choice.given(wanted.prefetch, "Spec(prefetch=)")
+    else:
+        ahead = deciders.prefetch(program, options, asked.rates)
+    if wanted.update_on is not None:
+        place = Choice.given(wanted.update_on, "Spec(update_on=)")
+    elif wanted.offloads:
+        place = deciders.update_on(program, asked.rates)
+    else:
+        place = Choice("device", "nothing is held off the device", IDLE)
+    return RoleDecisions(ahead, deciders.fetch_ahead(program), place, deciders.tile_bytes(program))
 
 
-def _ahead(program: Program) -> int:
-    """How many runs before its use a fetch from the host starts."""
-    return backend.of_transport(program.transport).fetch_ahead
+def _notes(programs: Mapping[int, Program], wanted: LoweringOptions) -> dict[str, str]:
+    """What the user should know of the programs beside the decisions, by name."""
+    notes = {}
+    if wanted.gradients:
+        notes["gradients"] = _gradients(programs[0])
+    if lent := _lent(programs):
+        notes["pipeline"] = lent
+    known = backend.of_transport(programs[0].transport)
+    if known.records_graphs and wanted.cuda_graph:
+        found = [why for program in programs.values() if (why := obstacle(program, torch.device(known.name)))]
+        notes["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
+    return notes
 
 
 def _gradients(program: Program) -> str:
@@ -181,33 +238,15 @@ def _gradients(program: Program) -> str:
     return "no gradient waits for others: none leaves the device, whatever offload= says of grads/"
 
 
-def _options(wanted: LoweringOptions, ahead: int) -> Options:
+def _options(wanted: LoweringOptions) -> Options:
     return Options(
-        prefetch=ahead,
         gather_bytes=wanted.gather_bytes,
         prefetch_bytes=wanted.prefetch_bytes,
         overlap=wanted.overlap,
         remat=wanted.remat,
         compile=wanted.compile,
-        tile_bytes=TILE_BYTES,
         gradients=wanted.gradients,
     )
-
-
-def _prefetch(program: Program, wanted: LoweringOptions, rates: Rates | None) -> Choice[int]:
-    """How many segments ahead gathers start: by the spec, else by measurement, else by a rule."""
-    if wanted.prefetch is not None:
-        return Choice(wanted.prefetch)
-    rule = 0 if program.transport == "shared" else 1
-    if not any(op.gathers and program.buffers[op.target].kind == "gathered" for op in program.ops):
-        return Choice(rule)
-    if rates is not None and wanted.overlap:
-        caps = wanted.gather_bytes, wanted.prefetch_bytes
-        tried = {n: prefetch(program, n, *caps) for n in sorted({rule, *choose.DEPTHS})}
-        return choose.prefetch_depth(tried, rule, rates)
-    if rule:
-        return Choice(rule, "prefetch=1: one segment ahead; nothing was measured")
-    return Choice(rule, "prefetch=0: ranks copy from one another's memory when they wait, so nothing would be hidden")
 
 
 def _lent(programs: Mapping[int, Program]) -> str:

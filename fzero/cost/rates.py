@@ -5,12 +5,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fzero.ir import kinds
+from fzero.ir.mesh import parts_of
+from fzero.ir.wire import kind_bytes
+
+SEND = "send"  # the kind of a message between two ranks
+
+
+@dataclass(frozen=True)
+class Link:
+    """Figures of one kind of transfer over one axis.
+
+    latency: seconds. wire_bytes: bytes a second, of the whole buffer. ranks: among how many it was measured; 0: not
+    known, and then taken to be as many as are asked for.
+    """
+
+    latency: float
+    wire_bytes: float
+    ranks: int = 0
+
+    def seconds(self, kind: str, whole: int, ranks: int = 0) -> float:
+        """Of one transfer of a whole buffer among `ranks` (0: as many as were measured), with nothing beside it.
+
+        A ring: n - 1 hops, each of a part of the latency, and the bytes that one rank sends. An all-reduce is two.
+
+        >>> among_4 = Link(latency=3e-5, wire_bytes=1e9, ranks=4)
+        >>> [round(among_4.seconds("all_gather", 1_000_000, n) * 1e6) for n in (2, 4, 8)]
+        [677, 1030, 1237]
+        """
+        n = ranks or self.ranks or 2
+        measured = self.ranks or n
+        if n < 2:
+            return 0.0
+        record = kinds.of(kind).collective
+        hops = (2 if record is not None and record.scattered else 1) * (n - 1) / (measured - 1)
+        return self.latency * hops + kind_bytes(kind, whole, n) / (self.wire_bytes * (measured - 1) / measured)
+
+    def message(self) -> Link:
+        """The figures of a message between two ranks, from these of an all-gather."""
+        measured = self.ranks or 2
+        return Link(self.latency / (measured - 1), self.wire_bytes * (measured - 1) / measured, 2)
+
 
 @dataclass(frozen=True)
 class Rates:
     """Figures of a machine.
 
-    latency (seconds) and wire_bytes (bytes a second, of the whole buffer): by kind, "all_gather" and "reduce_scatter".
+    latency (seconds) and wire_bytes (bytes a second, of the whole buffer): by kind, "all_gather" and "reduce_scatter",
+    over any axis. ranks: among how many they were measured; 0: not known (`Link`). axes: by mesh axis and kind, the
+    figures of axes that have their own. A kind "send" is of messages between roles, by their own bytes; without it they
+    are priced by all-gathers.
     hidden: the part of a transfer that passes beside compute, 0 to 1.
     flops: operations a second of matrix products, by the bytes of an element (2 or 4).
     memory_bytes: bytes a second that other ops read and write.
@@ -28,10 +72,32 @@ class Rates:
     lanes: Mapping[str, float] = field(default_factory=dict)
     lane_hidden: float = 1.0
     host_bytes: float = 0.0
+    ranks: int = 0
+    axes: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
 
-    def transfer(self, kind: str, nbytes: int) -> float:
-        """Seconds of one transfer of a whole buffer of `nbytes`, with nothing beside it."""
-        return self.latency[kind] + nbytes / self.wire_bytes[kind]
+    def link(self, rate: str, axis: str = "") -> Link | None:
+        """The figures of a measured kind over an axis; None where there are none. Of several axes taken together: those
+        of the slowest of them that has its own."""
+        own = [self.axes[part][rate] for part in (axis, *parts_of(axis)) if rate in self.axes.get(part, {})]
+        if own:
+            return own[0] if rate in self.axes.get(axis, {}) else min(own, key=lambda link: link.wire_bytes)
+        if rate == SEND and (gather := self.axes.get(axis, {}).get("all_gather")):
+            return gather.message()
+        if rate in self.latency and rate in self.wire_bytes:
+            return Link(self.latency[rate], self.wire_bytes[rate], self.ranks)
+        gather = self.link("all_gather") if rate == SEND else None
+        return gather.message() if gather is not None else None
+
+    def transfer(self, kind: str, nbytes: int, axis: str = "", ranks: int = 0) -> float:
+        """Seconds of one transfer with nothing beside it. kind: of an op. nbytes: of the whole buffer, or of a message.
+        ranks: of the axis; 0: as many as were measured. Raises KeyError where there is no rate."""
+        record = kinds.of(kind).collective
+        link = self.link(SEND if record is None else record.rate, axis)
+        if link is None:
+            raise KeyError(f"there is no rate of {kind} over {axis or 'any axis'}")
+        if kind == SEND:
+            return link.latency + nbytes / link.wire_bytes
+        return link.seconds(kind, nbytes, ranks)
 
 
 # One H100 (PCIe 5, 16 cores of its host), by trial: products, attention and other ops of GPT-2 large in bf16, copies of

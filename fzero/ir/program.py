@@ -38,6 +38,7 @@ from fzero.ir.records import (
     shape_text,
     tile_text,
 )
+from fzero.ir.wire import op_bytes
 
 HEADER = "fzero program 3"
 TRANSPORTS = tuple(name for known in backend.BACKENDS.values() for name in known.transports)
@@ -259,13 +260,11 @@ def wire_bytes(program: Program, op: Op) -> int:
     """Bytes that one rank sends for `op`; 0 where it sends none, or where the op does not fit its program."""
     if any(ref.name not in program.buffers for ref in (*op.reads, *op.writes)):
         return 0  # verify refuses it, and prints it
-    if op.is_send:
-        return sum(program.buffers[ref.name].nbytes for ref in op.reads)
-    record = op.row.collective
-    if record is None or op.axis not in program.mesh or not (op.reads and op.writes):
+    if op.is_collective and op.axis not in program.mesh:
         return 0
-    source, target = (program.buffers[refs[0].name].nbytes for refs in (op.reads, op.writes))
-    return record.wire_bytes(record.whole_bytes(source, target), program.mesh.size(str(op.axis)))
+    ranks = program.mesh.size(str(op.axis)) if op.is_collective else 1
+    read, written = ([program.buffers[ref.name].nbytes for ref in refs] for refs in (op.reads, op.writes))
+    return op_bytes(op, read, written, ranks)
 
 
 def route(program: Program, source: str, target: str) -> tuple[str, ...]:

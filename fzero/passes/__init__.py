@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fzero import progress
+from fzero.ir.decisions import RoleDecisions
 from fzero.ir.program import Program
 from fzero.passes.accumulate import accumulate
 from fzero.passes.assign_memory import assign_memory
@@ -37,27 +38,26 @@ from fzero.passes.size_workspaces import size_workspaces
 from fzero.passes.split_gathers import split_gathers
 from fzero.passes.write_in_place import write_in_place
 
-TILE_BYTES = 16 << 20  # of a column held off the device, what elementwise work takes at once
-
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the passes: see the fields of the same names in `fzero.Spec`. chunk_of: of each bucket of a
-    numbered layer, its chunk of a pipeline; empty without one. on_host: whether elementwise work on what is held off
-    the device runs on the host. ahead: how many runs before its use a fetch starts. tile_bytes: of a column, the most
-    that is brought at once. gradients: path rules of gradients that wait for all others to the space where they do."""
+    """What the passes read: the fields of the same names in `fzero.Spec`, and what was decided for the program's role.
+    chunk_of: of each bucket of a numbered layer, its chunk of a pipeline; empty without one. gradients: path rules of
+    gradients that wait for all others to the space where they do."""
 
-    prefetch: int = 1
     gather_bytes: int | None = None
     prefetch_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
     compile: str = "none"
     chunk_of: Mapping[str, int] = field(default_factory=dict)
-    on_host: bool = False
-    ahead: int = 1
-    tile_bytes: int = TILE_BYTES
     gradients: Mapping[str, str] = field(default_factory=dict)
+    decided: RoleDecisions = field(default_factory=RoleDecisions)
+
+
+def _moves_placed(program: Program, decided: RoleDecisions) -> Program:
+    ahead, tile_bytes = decided.fetch_ahead.value, decided.tile_bytes.value
+    return place_moves(program, on_host=decided.update_on.value == "cpu", ahead=ahead, tile_bytes=tile_bytes)
 
 
 Pass = Callable[[Program, Options], Program]
@@ -106,7 +106,7 @@ UNTIL_PREFETCH: Passes = (
 FROM_PREFETCH: Passes = (
     (
         "prefetch",
-        lambda p, o: prefetch(p, o.prefetch if o.overlap else 0, o.gather_bytes, o.prefetch_bytes),
+        lambda p, o: prefetch(p, o.decided.prefetch.value if o.overlap else 0, o.gather_bytes, o.prefetch_bytes),
         "hide gathers, under a cap",
     ),
     (
@@ -116,20 +116,20 @@ FROM_PREFETCH: Passes = (
     ),
     (
         "offload_activations",
-        lambda p, o: offload_activations(p, o.remat, o.ahead),
+        lambda p, o: offload_activations(p, o.remat, o.decided.fetch_ahead.value),
         "where segments and gathers are is final",
     ),
     (
         "tile_updates",
-        lambda p, o: tile_updates(p, o.tile_bytes),
+        lambda p, o: tile_updates(p, o.decided.tile_bytes.value),
         "segments are final; before copies are made of a size",
     ),
     (
         "place_moves",
-        lambda p, o: place_moves(p, on_host=o.on_host, ahead=o.ahead, tile_bytes=o.tile_bytes),
+        lambda p, o: _moves_placed(p, o.decided),
         "all uses have their places; copies of what lies elsewhere only around them",
     ),
-    ("free", lambda p, o: free(p, o.ahead - 1), "lifetimes are final now"),
+    ("free", lambda p, o: free(p, o.decided.fetch_ahead.value - 1), "lifetimes are final now"),
     ("size_workspaces", lambda p, o: size_workspaces(p, o.compile), "the account needs the final segments"),
     ("assign_memory", lambda p, o: assign_memory(p), "lives and sizes are final: all of a step's memory in one arena"),
     ("settle", lambda p, o: settle(p), "where memory lies is known: until when other ranks may read it"),

@@ -1,31 +1,35 @@
 """pipeline_cut: which chunk of a pipeline holds a leaf, from the tree alone.
 
 A layer is what a bucket is made for: a path up to its first number (`blocks/3`). Layers with a number are dealt to the
-chunks in order, so that the largest chunk is as small as can be. Encoders come before decoders. A leaf without a number
-lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. That decides who keeps its
-state, not where it is used: a chunk that uses a leaf of another is sent its value, and sends its gradient back.
+chunks in order; which begin a chunk is chosen elsewhere (`fzero.compile.decide`). Encoders come before decoders. A leaf
+without a number lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. That decides
+who keeps its state, not where it is used: a chunk that uses a leaf of another is sent its value, and sends its gradient
+back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.ir.decisions import IDLE, Choice
 
 FIRST = re.compile(r"emb|wte|wpe|tok|(?<![a-z])pos|patch|stem|shared|conv_?in|conv1|bn1|relative", re.IGNORECASE)
 DECODER = re.compile(r"dec", re.IGNORECASE)
+UNCUT: Choice[tuple[str, ...]] = Choice((), "there is no pipeline", IDLE)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The chunks of a model. role_of: of each chunk, the role that holds it. chunk_of: of each numbered layer."""
+    """The chunks of a model. role_of: of each chunk, the role that holds it. chunk_of: of each numbered layer. choice:
+    of each chunk but the first, the first layer in it, and why."""
 
     role_of: tuple[int, ...]
     chunk_of: Mapping[str, int]
+    choice: Choice[tuple[str, ...]] = UNCUT
 
     def chunk(self, path: str) -> int:
         """The chunk that keeps a leaf, by its path below its entry of the state."""
@@ -60,13 +64,18 @@ def in_order(layers: Sequence[str]) -> list[str]:
     return sorted(layers, key=key)
 
 
-def cut_layers(layers: Mapping[str, int], last: int, role_of: Sequence[int], cut: Sequence[str] | None = None) -> Cut:
+def cut_layers(
+    layers: Mapping[str, int],
+    last: int,
+    role_of: Sequence[int],
+    choose: Callable[[Mapping[str, int], int, int], Choice[tuple[str, ...]]],
+) -> Cut:
     """The chunks of these layers.
 
-    layers: elements of each numbered layer. last: elements of the leaves after them, such as a head. cut: for each
-    chunk but the first, the first layer in it, as "blocks/6"; None: by elements.
+    layers: elements of each numbered layer. last: elements of the leaves after them, such as a head. choose: of the
+    layers in order (as "blocks/6"), `last` and the number of chunks, the first layer of each chunk but the first.
 
-    Raises SpecError where there are fewer layers than chunks, and for a cut that names no layer or is out of order.
+    Raises SpecError where there are fewer layers than chunks, and for a choice that names no layer or is out of order.
     """
     names = in_order(list(layers))
     chunks = len(role_of)
@@ -80,15 +89,16 @@ def cut_layers(layers: Mapping[str, int], last: int, role_of: Sequence[int], cut
             f"Spec(pipeline=): {chunks} chunks need as many numbered layers, as in params['blocks'][0]; there are "
             f"{len(names)}: {', '.join(names)}. Use fewer chunks or fewer roles (mesh pp)"
         )
-    starts = _balanced([layers[n] for n in names], last, chunks) if cut is None else _given(cut, names, chunks)
+    chosen = choose({name.replace(".", "/"): layers[name] for name in names}, last, chunks)
+    starts = _starts(chosen.value, names, chunks)
     chunk_of = {name: sum(start <= i for start in starts) for i, name in enumerate(names)}
-    return Cut(tuple(role_of), chunk_of)
+    return Cut(tuple(role_of), chunk_of, chosen)
 
 
-def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
+def _starts(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
     if len(cut) != chunks - 1:
         raise SpecError(
-            f"Pipeline(cut={cut!r}): {chunks} chunks have {chunks - 1} cuts, each the first layer of a chunk"
+            f"Pipeline(cut={list(cut)!r}): {chunks} chunks have {chunks - 1} cuts, each the first layer of a chunk"
         )
     known = {name.replace(".", "/"): i for i, name in enumerate(names)}
     starts = []
@@ -109,24 +119,3 @@ def _given(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:
             "without the first: there the first chunk begins"
         )
     return starts
-
-
-def _balanced(sizes: Sequence[int], last: int, chunks: int) -> list[int]:
-    """Where chunks after the first begin, so that the largest has the fewest elements: a table over layers, chunks."""
-    total = [0, *accumulate(sizes)]
-    count = len(sizes)
-    best = [[float("inf")] * (count + 1) for _ in range(chunks + 1)]
-    where = [[0] * (count + 1) for _ in range(chunks + 1)]
-    best[0][0] = 0
-    for c in range(1, chunks + 1):
-        for end in range(c, count + 1):
-            for begin in range(c - 1, end):
-                here = total[end] - total[begin] + (last if c == chunks else 0)
-                worst = max(best[c - 1][begin], here)
-                if worst < best[c][end]:
-                    best[c][end], where[c][end] = worst, begin
-    starts, end = [], count
-    for c in range(chunks, 1, -1):
-        end = where[c][end]
-        starts.append(end)
-    return starts[::-1]

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fzero.ir.decisions import IDLE, Choice
 from fzero.ir.mesh import PIPELINE, Mesh, parts_of
 from fzero.ir.records import Bucket, Buffer, Ref
 from fzero.plan.pipeline_cut import Cut, layer_of
 from fzero.plan.stages import BucketLayout
 from fzero.shard.layouts import WHOLE, Layout
 from fzero.shard.placements import Flat
+
+NO_SIZE = Choice(0, "no bucket was cut by its size", IDLE)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Plan:
     """Where every leaf of a state lives: the mesh, the buckets, the state's buffers, and a place for each leaf.
 
     batch: how its leaves lie. cut: the chunks of a pipeline, if any. bucket_layouts: how the values of each bucket lie.
+    bucket_bytes: the size at which buckets were cut, and why.
     """
 
     batch: Layout
@@ -51,6 +55,7 @@ class Plan:
     leaves: tuple[Leaf, ...]
     cut: Cut | None = None
     bucket_layouts: Mapping[str, BucketLayout] = field(default_factory=dict)
+    bucket_bytes: Choice[int] = NO_SIZE
 
     @property
     def axis(self) -> str:

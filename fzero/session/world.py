@@ -26,10 +26,11 @@ from fzero.capture import ambient
 from fzero.comm import group as process_group
 from fzero.comm import heartbeat
 from fzero.comm.agree import Same, agree
-from fzero.comm.transport import bucket_bytes, transport_for
+from fzero.comm.transport import transport_for
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.compile.update_roles import check_update
+from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.disk import DiskFile
 from fzero.errors import SpecError, TreeError
 from fzero.ir.records import HOST
@@ -140,15 +141,15 @@ class World:
         own = ""
         try:
             store = default_store() if self.size > 1 else None
-            bytes_of_buckets = bucket_bytes(transport.name, mesh, self.rank, transport.rates, store)
-            plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, bytes_of_buckets)
+            costs = kept_bucket_costs(transport.name, mesh, self.rank, transport.rates, store)
+            plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh, costs)
             file = _file(spec, plan, self.rank, here)
             memory = storage.allocate(plan, transport.block, self.rank, {HOST: partial(host_memory, self.device)})
             homes = Homes(plan, self.rank, memory, file)
             with progress.shown("loading the state" if name == "load" else "making the first state"):
                 placed = [filling.place(plan, self.rank, buffers) for buffers in homes.rounds()]
             common, own = (_one_digest(texts) for texts in zip(*placed, strict=True))
-            values = f"{bytes_of_buckets} {common}"
+            values = f"{plan.bucket_bytes.value} {common}"
         except Exception as error:
             failure, values = error, ""
         call = f"the values of {'params' if name == 'init' else 'the checkpoint'}"

@@ -18,6 +18,7 @@ from torch import fx
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes
 from fzero.ir.records import DTYPE_NAMES
+from fzero.ir.wire import kind_bytes
 from fzero.shard.factors import Call
 from fzero.shard.layouts import AxisCut, Layout
 from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard
@@ -147,12 +148,10 @@ def wire_bytes(source: Placement, want: Placement, value: torch.Tensor, n: int) 
     """What one rank sends to bring a global value from a placement to another; infinite where there is no way."""
     if isinstance(want, Partial):
         return 0.0 if source == want else NEVER
-    share = (n - 1) / n * value.nbytes
     if isinstance(want, Shard) and source != want and by_way_of_whole(source, want):
         return wire_bytes(source, Replicated(), value, n)
-    return {"": 0.0, "own_part": 0.0, "all_reduce": 2 * share, "all_to_all": share / n}.get(
-        kind_of(source, want), share
-    )
+    kind = kind_of(source, want)
+    return kind_bytes(kind, value.nbytes // n if kind == "all_to_all" else value.nbytes, n)
 
 
 def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, axis: str, leaf: str) -> None:

@@ -217,7 +217,14 @@ def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: i
     batches = [model.batch(generator) for _ in range(world)]
     done = api.lower(spec, state, batches[0], world_size=world)
     if tile_bytes is not None:
-        done = replace(done, programs={0: optimise(done.naive, replace(done.options[0], tile_bytes=tile_bytes))[0]})
+        done = replace(
+            done,
+            programs={
+                0: optimise(
+                    done.naive, replace(done.options[0], decided=done.decisions.roles[0].but(tile_bytes=tile_bytes))
+                )[0]
+            },
+        )
     buffers, mesh = done.programs[0].buffers, done.plan.mesh
     names = [n for n, b in buffers.items() if b.kind == "batch"]
     held = [n for n, b in buffers.items() if b.kind == "constant"]

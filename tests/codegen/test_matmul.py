@@ -275,7 +275,7 @@ def test_a_large_product_is_measured_in_part(one: Matmul, part: tuple[tuple[int,
 
 
 def test_the_default_is_torchs_own_and_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "choose", None)
+    monkeypatch.setattr(matmul, "figures_of", None)
     assert not ONEDNN & set(targets(lowered(MODELS["mlp"], matmul="default").program))
     assert fzero.Spec(loss=MODELS["mlp"].loss, optimizer=fzero.optim.sgd(0.1)).matmul == "default"
     with pytest.raises(SpecError, match=r"Spec\(matmul='fastet'\).*Did you mean 'fastest'"):

@@ -1,4 +1,4 @@
-"""The two-lane model: figures that can be worked out by hand, and choices that follow from them."""
+"""The model of lanes: figures that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero.comm.transport import bucket_bytes
-from fzero.cost import choose, rates, step_time
-from fzero.cost.kept_costs import folder, remember
+from fzero.cost import rates, step_time
+from fzero.cost.kept_costs import folder
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
-from fzero.ir.mesh import Mesh
-from fzero.ir.program import Program
-from fzero.plan.layout import BUCKET_BYTES
 
 
 def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:
@@ -110,25 +106,6 @@ def test_a_transfer_without_a_rate_is_named() -> None:
         fzero.simulate(lowered(prefetch=1), NETWORK, rank=2)
 
 
-@pytest.mark.acceptance
-def test_one_ahead_is_predicted_to_gain_over_a_network_and_not_in_one_memory() -> None:
-    programs: dict[int, Program] = {depth: lowered(prefetch=depth).program for depth in choose.DEPTHS}
-    picked = choose.prefetch_depth(programs, 1, NETWORK)
-    depth, why = picked.value, picked.reason
-    assert depth >= 1
-    assert "predicted seconds" in why
-    assert "0: " in why, "what was not taken is shown too"
-    seconds = {n: step_time.seconds(program, NETWORK) for n, program in programs.items()}
-    assert seconds[1] < 0.95 * seconds[0]
-    assert choose.prefetch_depth(programs, 0, HERE).value == 0
-
-
-def test_a_choice_needs_a_gain() -> None:
-    one = lowered(prefetch=1).program
-    assert choose.prefetch_depth({1: one, 2: one}, 1, NETWORK).value == 1
-    assert choose.prefetch_depth({1: one, 2: one}, 2, NETWORK).value == 2
-
-
 def test_operations_of_products() -> None:
     a, b, c = torch.empty(3, 4, 5), torch.empty(3, 5, 6), torch.empty(4, 6)
     into = torch.empty(4, 6)
@@ -157,47 +134,6 @@ def test_rates_from_a_busy_machine_stay_rates() -> None:
     assert rates.fitted({4096: 1e-4, 4 << 20: 1e-2}) == (1e-4, pytest.approx((4 << 20) / 9.9e-3))
     latency, rate = rates.fitted({4096: 4e-3, 4 << 20: 4e-3})
     assert (latency, rate) == (4e-3, pytest.approx((4 << 20) / 4e-4))
-
-
-def test_buckets_are_as_small_as_latency_lets_them() -> None:
-    costs = choose.bucket_costs(NETWORK)
-    assert choose.bucket_bytes(costs) == 8 << 20
-    slow_start = Rates(
-        {"all_gather": 2e-3, "reduce_scatter": 1e-3}, {"all_gather": 1e9, "reduce_scatter": 1e9}, 0, {}, 1
-    )
-    assert choose.bucket_bytes(choose.bucket_costs(slow_start)) == 64 << 20
-
-
-def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
-
-    def of(ranks: int) -> Mesh:
-        return Mesh((("pp", 2), ("dp", ranks)))
-
-    assert bucket_bytes("p2p", of(2)) == BUCKET_BYTES, "nothing was measured"
-    assert bucket_bytes("p2p", of(2), rates=NETWORK) == 8 << 20
-    other = figures((1.0, 1.0), 1e9, 0, {}, 1)
-    assert bucket_bytes("p2p", of(2), rates=other) == 8 << 20, "a later run keeps the layout of the first"
-    assert bucket_bytes("p2p", of(2)) == 8 << 20, "lower plans what init will do"
-    assert bucket_bytes("p2p", of(4)) == BUCKET_BYTES
-    remember("buckets", {"shared, 2 ranks": {str(64 << 20): 1.0}})
-    assert bucket_bytes("shared", of(2)) == 64 << 20
-    remember("buckets", {"p2p, 8 ranks": {"huge": 1.0, "-8": 0.1}})
-    assert bucket_bytes("p2p", of(8)) == BUCKET_BYTES, "what is no size of a bucket is none"
-
-
-def test_lower_has_the_buckets_of_init(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ranks of all data axes, not of one: else a plan has other buckets than the run."""
-    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
-    remember("buckets", {"p2p, 4 ranks": {str(8 << 20): 1.0}, "p2p, 2 ranks": {str(64 << 20): 1.0}})
-    leaf = torch.empty(1200, 1200, device="meta")  # 5.8 MB: two of them in 64 MiB, one in 8
-    spec = fzero.Spec(
-        loss=lambda p, b: torch.tanh(b @ p["layers"][0]["v"] @ p["layers"][0]["w"]).mean(),
-        optimizer=fzero.optim.sgd(0.1), mesh={"dp_out": 2, "dp": 2}, transfers="p2p",
-    )  # fmt: skip
-    plan = fzero.lower(spec, {"layers": [{"v": leaf, "w": leaf}]}, torch.empty(2, 1200, device="meta")).plan
-    assert bucket_bytes("p2p", plan.mesh) == 8 << 20
-    assert len(plan.buckets) == 2
 
 
 def test_a_user_without_a_home_has_a_folder_for_figures(monkeypatch: pytest.MonkeyPatch) -> None:

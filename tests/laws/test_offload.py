@@ -24,10 +24,12 @@ from torch import Tensor
 
 import fzero
 from fzero import tree
-from fzero.compile import reduce_when, step, update_place
+from fzero.compile import decide
+from fzero.compile.decide import reduce_when, update_place
 from fzero.cost import step_time
 from fzero.cost.rates import H100, Rates
 from fzero.disk import Disk, disk_file
+from fzero.ir.decisions import Choice
 from fzero.state import homes as homes_of_state
 
 TX = {
@@ -58,6 +60,7 @@ OPTIONS: tuple[tuple[int, int, str, dict[str, Any]], ...] = (
     (3, 3, "adamw", {"precision": "fp16", "bucket_bytes": 256}),
 )
 CASES = [(*options, home) for options in OPTIONS for home in HOMES]
+SMALL_TILES = replace(decide.DECIDERS, tile_bytes=lambda program: Choice(4096))
 
 
 def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
@@ -87,7 +90,7 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
     """Copies of whole columns; then tiles of 1,024 elements, several of the large columns. Three steps, or 20."""
     steps = 20 if whole else 3
     if model != "mlp":
-        monkeypatch.setattr(step, "TILE_BYTES", 4096)
+        monkeypatch.setattr(decide, "DECIDERS", SMALL_TILES)
     chosen = MLP if model == "mlp" else UNTIED
     if "trainable" in options:
         options = {"trainable": "layers/**" if chosen is MLP else "[eh]*"}
@@ -192,7 +195,9 @@ def test_what_moves_a_planned_peak_does_not_choose_reduce(
     for _ in range(50):
         middle = (low + high) / 2
         monkeypatch.setattr(reduce_when, "MORE", middle)
-        low, high = (middle, high) if reduce_when.reduce_when(graph, lowered.plan).value == "each" else (low, middle)
+        low, high = (
+            (middle, high) if reduce_when.reduce_by_bytes(graph, lowered.plan).value == "each" else (low, middle)
+        )
     monkeypatch.setattr(reduce_when, "MORE", beside * high)
     kinds: list[dict[str, Any]] = [{}, {"remat": "offload"}, {"prefetch": 0}, {"prefetch": 2, "zero": 3}]
     kinds += [{"zero": zero, "offload": HOMES[home]} for zero in (1, 2, 3) for home in ("all on cpu", "all on nvme")]
@@ -249,7 +254,7 @@ def homes(folder: Path) -> dict[str, dict[str, Any]]:
 
 def in_a_world(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """In a rank's process: of each home the losses, the state, the bytes held, and what lies in the folder."""
-    step.TILE_BYTES = 4096
+    decide.DECIDERS = SMALL_TILES
     result = {}
     with kept.captures():
         for name, home in homes(folder).items():
@@ -312,7 +317,7 @@ def test_the_roles_of_a_pipeline_have_files_of_their_own(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["none", "cpu", "nvme", "mixed"])
 def test_a_checkpoint_goes_from_any_home_to_any_other(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved after two steps under one home, loaded under another, two more steps: the bits of four under one."""
-    monkeypatch.setattr(step, "TILE_BYTES", 4096)
+    monkeypatch.setattr(decide, "DECIDERS", SMALL_TILES)
     monkeypatch.setattr(homes_of_state, "ROUND_BYTES", 20_000)
     whole, losses = train({}, range(4))
     source = homes(folder)[name]
@@ -431,7 +436,7 @@ def test_bits_do_not_depend_on_where_clipped_gradients_wait(
     to: str, world: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of 1,024 elements, of which the slices of a layer have several."""
-    monkeypatch.setattr(step, "TILE_BYTES", 4096)
+    monkeypatch.setattr(decide, "DECIDERS", SMALL_TILES)
     keys = fzero.random.split(fzero.random.key(0), 5)
     params = {"layers": [fzero.random.normal(key, (96, 96)) * 0.1 for key in keys]}
     options = {"loss": deep_loss, "optimizer": ADAMW, "clip_norm": 0.01, "bucket_bytes": 1 << 10, **options}

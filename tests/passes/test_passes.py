@@ -14,6 +14,7 @@ import torch
 
 import fzero
 from fzero.cost.memory import account
+from fzero.ir.decisions import RoleDecisions
 from fzero.ir.liveness import gathered_bytes, intervals
 from fzero.ir.program import Program, wire_bytes
 from fzero.passes import PASSES, Options, trail
@@ -72,7 +73,8 @@ def golden_stages(case: str) -> dict[str, Stage]:
         )
     if case == "zero3_clip":
         return stages(cases.naive(2, cases.layers(depth=4), **WAITING), Options(gradients={"**": "disk"}))
-    options = Options(on_host=case.endswith("cpu"), tile_bytes=2048 * 4, remat={"first": "offload"})
+    place = "cpu" if case.endswith("cpu") else "device"
+    options = Options(remat={"first": "offload"}, decided=RoleDecisions().but(update_on=place, tile_bytes=2048 * 4))
     return stages(cases.naive(**OFFLOADED), options)
 
 
@@ -381,7 +383,9 @@ def test_gradients_end_with_their_updates() -> None:
     for skipped in ("schedule_updates", None):
         program = naive
         for name, run, _ in PASSES:
-            program = program if name == skipped else run(program, Options(tile_bytes=2048 * 4))
+            program = (
+                program if name == skipped else run(program, Options(decided=RoleDecisions().but(tile_bytes=2048 * 4)))
+            )
         verify({0: program, 1: program})
         lives = intervals(program.ops, program.buffers)
         own = [lives[name] for name, b in program.buffers.items() if b.kind == "grad" and b.sharded]

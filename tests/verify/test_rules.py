@@ -10,6 +10,7 @@ import torch
 
 import fzero
 from fzero.ir import fx_nodes, segments
+from fzero.ir.decisions import RoleDecisions
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
@@ -465,7 +466,9 @@ def moving() -> Program:
     right before its use."""
     options = {"zero": 3, "optimizer": fzero.optim.adamw(1e-3), "update_on": "device", "nvme_path": "/nvme"}
     lowered = cases.lowered(offload={"opt_state/nu/**": "nvme", "**": "cpu"}, **options)
-    program, _ = optimise(lowered.naive, replace(lowered.options[0], tile_bytes=4096, ahead=0))
+    program, _ = optimise(
+        lowered.naive, replace(lowered.options[0], decided=RoleDecisions().but(tile_bytes=4096, fetch_ahead=0))
+    )
     verify({0: program, 1: program})
     return program
 

@@ -13,25 +13,27 @@ import math
 from torch import fx
 
 from fzero.capture.graph import Graph, Region
-from fzero.cost.choose import Choice
 from fzero.ir import fx_nodes, fx_values
+from fzero.ir.decisions import Choice
 from fzero.plan.state_plan import Plan
 
 MORE = 0.1  # "end" may hold this part more
 
 
-def reduce_when(graph: Graph, plan: Plan) -> Choice[str]:
+def reduce_by_bytes(graph: Graph, plan: Plan) -> Choice[str]:
     """Returns "end" or "each". graph: of one rank of all axes that cut dims."""
     whole = sum(_nbytes(value) for region in graph.regions for value in _gradients(region))
     more = whole - whole // plan.data_ranks
     kept = max(_kept_bytes(region) for region in graph.regions)
     state = sum(math.prod(leaf.local_shape) * leaf.dtype.itemsize for leaf in plan.leaves) // plan.data_ranks
     how = "end" if more <= MORE * (kept + state) else "each"
-    return Choice(
+    return Choice.least(
+        {"end": float(more), "each": 0.0},
         how,
         f"reduce={how!r}: whole gradients would be {more / 1e9:.3g} GB more on a rank, beside {kept / 1e9:.3g} GB that "
         f"a microbatch keeps for its backward and {state / 1e9:.3g} GB of state at stage 3. Spec(reduce=...) chooses "
         "otherwise",
+        "bytes of whole gradients",
     )
 
 
