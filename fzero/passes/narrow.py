@@ -56,7 +56,7 @@ def narrow(program: Program) -> Program:
 
 
 def _on_gradients(program: Program, op: Op) -> bool:
-    """Whether an op makes a bucket of gradients from others: elementwise, all of it from all or a slice from a slice, or
+    """Whether an op makes a bucket of gradients from others: elementwise, all from all or a slice from a slice, or
     as their sum over ranks."""
     gradients = all(program.buffers[ref.name].kind == "grad" for ref in op.writes[:1])
     return gradients and (op.is_flat or (op.reduces and program.buffers[op.target].bucket is not None))
