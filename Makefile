@@ -10,7 +10,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What make check runs: where a step becomes a program and where that is judged, but for what trains or draws long.
-CHECKED := $(addprefix tests/,ir plan passes verify cost capture)
+CHECKED := $(addprefix tests/,ir plan lowering passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
 .PHONY: help demo check test lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean

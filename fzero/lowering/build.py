@@ -1,9 +1,9 @@
 """lower: Graph and Plan → the naive Program, which the passes then improve.
 
 The naive program is the semantics sentence written out, with placements. It gathers every sharded column. It runs each
-region whole, once per microbatch, and its gradients are written into flat buffers. It all-reduces those, runs the outer
-graph on full tensors, and keeps the own slice of every new leaf. It is correct and wasteful, and every pass keeps its
-meaning.
+region whole, once per microbatch, and its gradients are written into flat buffers. It sums those over ranks to what
+each rank updates, and gathers that. It runs the outer graph on full tensors, and keeps the own slice of every new leaf.
+It is correct and wasteful, and every pass keeps its meaning.
 
 Gradients: sum over ranks in rank order, one division by ranks x microbatches. `reduce="each"` reduces every
 microbatch's bucket and adds the results; `"end"` adds first and reduces once. Losses and aux are added, then reduced.

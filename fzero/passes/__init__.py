@@ -1,7 +1,7 @@
 """passes: pure functions Program → Program, one per file, in the order of `PASSES` with the reason beside each.
 
-All of these keep the program's meaning (`fzero.verify.terms`) and its bits. Passes that change numerics (compressed
-collectives, bf16 reductions) will be a second list.
+All of these keep the program's meaning (`fzero.verify.terms`) and its bits. What changes numerics, as a gradient that
+travels in fewer bits, is part of the layout of a bucket (`fzero.plan.wires`), and lowering writes it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Passes = Sequence[tuple[str, Pass, str]]
 
 BEFORE_ROLES: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
-    ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered or all-reduced"),
+    ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
     ("share", lambda p, o: share(p, o.chunk_of), "equal values in layers; before views are made for each use"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),

@@ -1,9 +1,9 @@
-"""narrow: a value is gathered only where more than the own slice of it is read.
+"""narrow: a value is whole on a rank only where more than the own slice of it is read.
 
 Lowering gathers every column, and every gradient of which a rank keeps a slice, for the rest of the step, which it
 writes on whole values; `shard_update` has left of that what works on slices. A `mine` reference to what was gathered is
 read from the slice, and a gather that nobody else reads is dropped. Where all of a gradient is read its reduction gives
-all of it to every rank at once: an all-reduce is the reduce-scatter and the gather.
+it to every rank at once, and where no rank reads more than its slice it gives no more, whatever the layout says.
 
     all_gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
 
@@ -16,46 +16,74 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fzero.ir import rewrite
+from fzero.ir.mesh import parts_of, within
 from fzero.ir.program import Program
-from fzero.ir.records import Ref
+from fzero.ir.records import Buffer, Op, Ref
 
 
 def narrow(program: Program) -> Program:
     """The program without gathers of values of which only the own slice is read, or that a reduction can give."""
+    needed = _needed(program)
     gathers = {op.target: op.reads[0].name for op in program.ops if op.gathers and op.reads[0].name != op.target}
-    reads = rewrite.reads_of(program.ops)
-    kept = {name for name in gathers if not all(ref.mine for _, ref in reads.get(name, []))}
-    whole = _whole(program, {gathers[name] for name in kept if program.buffers[name].kind == "grad"})
-    dropped = gathers.keys() - {name for name in kept if gathers[name] not in whole}
+    dropped = {name for name in gathers if name not in needed or program.buffers[name].kind == "grad"}
     buffers = dict(program.buffers)
-    for name in whole:
-        bucket = program.buckets[buffers[name].bucket or ""]
-        buffers[name] = replace(buffers[name], sharded=None, shape=(bucket.length,))
-    ops = []
+
+    def lies(ref: Ref) -> Ref:
+        """A range of a gradient, of the part of it that the rank holds."""
+        buffer = buffers[ref.name]
+        return replace(ref, mine=buffer.sharded == program.buckets[buffer.bucket or ""].axis)
+
+    def change(ref: Ref) -> Ref:
+        return replace(ref, name=gathers.get(ref.name, ref.name)) if ref.mine or ref.name in dropped else ref
+
+    ops: list[Op] = []
     for op in program.ops:
         if (op.gathers or op.is_wait) and op.target in dropped:
             continue
-        on_whole = op.is_flat and op.target in whole
-
-        def change(ref: Ref, on_whole: bool = on_whole) -> Ref:
-            if ref.mine or ref.name in dropped:
-                ref = replace(ref, name=gathers.get(ref.name, ref.name))
-            return replace(ref, mine=False) if on_whole and ref.name in whole else ref
-
-        if op.reduces and op.target in whole:
-            op = replace(op, kind="all_reduce")
-            ranks, numel = program.mesh.size(str(op.axis)), buffers[op.reads[0].name].numel
-            for ref in op.writes[1:]:
-                buffers[ref.name] = replace(buffers[ref.name], shape=(ranks - 1, numel // ranks))
+        if _on_gradients(program, op):
+            source = buffers[op.reads[0].name]
+            held = None if op.target in needed else _part(program, source, op)
+            buffers[op.target] = _along(program, buffers[op.target], held)
+            if op.is_flat:
+                op = rewrite.renamed(op, lies)
+            else:
+                op = replace(op, kind="all_reduce" if held == source.sharded else "reduce_scatter")
+                n = program.mesh.size(str(op.axis))
+                for scratch in op.writes[1:]:
+                    buffers[scratch.name] = replace(buffers[scratch.name], shape=(n - 1, source.numel // n))
         ops.append(rewrite.renamed(op, change))
     return rewrite.finish(program, "narrow", ops=ops, buffers=buffers)
 
 
-def _whole(program: Program, names: set[str]) -> set[str]:
-    """Of slices of gradients, with these, those that must be whole for these to be: what they are computed from element
-    by element, and what is summed into them."""
-    whole = set(names)
+def _on_gradients(program: Program, op: Op) -> bool:
+    """Whether an op makes a bucket of gradients from others: elementwise, all from all or a slice from a slice, or
+    as their sum over ranks."""
+    gradients = all(program.buffers[ref.name].kind == "grad" for ref in op.writes[:1])
+    return gradients and (op.is_flat or (op.reduces and program.buffers[op.target].bucket is not None))
+
+
+def _needed(program: Program) -> set[str]:
+    """The buffers of which something needs more than the own slice: what reads it, or what is made of it."""
+    needed: set[str] = set()
     for op in reversed(program.ops):
-        if (op.reduces or op.is_flat) and op.writes[0].name in whole:
-            whole |= {ref.name for ref in op.reads if program.buffers[ref.name].sharded}
-    return whole
+        passes_on = op.gathers or _on_gradients(program, op)
+        if not op.is_mark and not (passes_on and op.target not in needed):
+            needed |= {ref.name for ref in op.reads if not ref.mine or passes_on}
+    return needed
+
+
+def _part(program: Program, source: Buffer, op: Op) -> str | None:
+    """The axis along which what an op makes of gradients may be slices: that of its source, cut once more along that of
+    a reduction, if the slices of the bucket are cut along it."""
+    if not op.reduces:
+        return source.sharded
+    finer = ".".join((*parts_of(source.sharded), str(op.axis)))
+    cut = within(program.buckets[source.bucket or ""].axis, finer)
+    return source.sharded if cut is None else finer
+
+
+def _along(program: Program, buffer: Buffer, axis: str | None) -> Buffer:
+    """A buffer of gradients as slices along an axis, or whole."""
+    bucket = program.buckets[buffer.bucket or ""]
+    length = program.slice_length(bucket, axis) if axis else bucket.length
+    return replace(buffer, sharded=axis, shape=(length,))

@@ -32,6 +32,9 @@ from fzero.ir.records import Buffer, Ref, buffer_name
 from fzero.passes.common.leafwise import LeafCall, leafwise
 from fzero.passes.common.outer_run import OuterRun
 from fzero.plan.whole_leaves import is_whole
+from fzero.shard.layouts import Layout
+from fzero.shard.moves import transitions
+from fzero.shard.placements import Flat
 
 
 def shard_update(program: Program) -> Program:
@@ -147,9 +150,11 @@ class _Outer:
         if name in self.whole:
             return
         length, why = self.run.program.extent(self.run.buffers[name]), f"whole {name}"
-        axis = self.run.program.buckets[self.run.buffers[name].bucket or ""].axis
-        self._emit(make_op("all_gather", [Ref(name, 0, length, None, True)], [Ref(name)], axis=axis, why=why))
-        self._emit(make_op("wait", [Ref(name)], why=why))
+        axes = self.run.program.buckets[self.run.buffers[name].bucket or ""].axis
+        for step in transitions(Layout.over(self.run.program.mesh, axes, Flat()), Layout()):
+            own = Ref(name, 0, length, None, True)
+            self._emit(make_op(step.kind, [own], [Ref(name)], axis=step.axis, why=why))
+            self._emit(make_op("wait", [Ref(name)], why=why))
 
     def _new(self, name: str, like: torch.Tensor) -> Ref:
         name = buffer_name(name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import cases
 import pytest
+import torch
 
 import fzero
 from fzero import optim
@@ -78,6 +79,19 @@ def test_a_gradient_that_is_read_whole_is_all_reduced(zero: int, mesh: dict[str,
             n = program.mesh.size(str(op.axis))
             assert scratch.shape == (n - 1, source.numel // n)
     fzero.verify(program)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, BOTH], ids=str)
+def test_a_gradient_of_which_only_a_norm_is_taken_is_scattered_at_stage_0(mesh: dict[str, int]) -> None:
+    """No layout says so, for every rank would update all of it: that each reads its slice alone only the reads tell."""
+
+    def step(state: Any, batch: torch.Tensor) -> tuple[Any, dict[str, torch.Tensor]]:
+        loss, grads = fzero.value_and_grad(cases.layers_loss)(state["params"], batch)
+        return state, {"loss": loss, "norm": optim.global_norm(grads)}
+
+    spec = fzero.Spec(step=step, zero=0, mesh=mesh)
+    program = fzero.lower(spec, {"params": cases.layers()}, cases.batch(), world_size=4).program
+    assert sums(program) == [f"reduce_scatter {axis}" for axis in reversed(mesh)]
 
 
 def test_gradients_travel_in_the_dtype_of_the_precision_and_come_back() -> None:
