@@ -77,6 +77,16 @@ class Versions:
             return list(zip(self.operands(node), strategy.inputs, strict=True))
         return [(fx_nodes.operand(node), self._constraint(node))] if constrains(node, self.problem.axis) else []
 
+    def can_read(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Whether the operands can be brought where a strategy takes them.
+
+        Addends are not made of what has none, nor left of a sum that is taken for the same call.
+        """
+        pairs = self.reads(node, strategy)
+        taken = {x for x, want in pairs if not isinstance(want, Partial)}
+        sums = [(x, want) for x, want in pairs if isinstance(want, Partial)]
+        return all(self.is_number(x, want) or (want in self.have[x] and x not in taken) for x, want in sums)
+
     def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The tensors that a call or a region reads, in the order of a strategy's inputs."""
         if node not in self._operands:
