@@ -88,7 +88,7 @@ class _Cheapest:
 
     def pick(self, versions: Versions, node: fx.Node) -> ChosenStrategy:
         """The strategy of a call that costs least, and the next."""
-        operands = Call.of(node).operands
+        operands = versions.operands(node)
         try:
             allowed = versions.allowed(node)
         except Unknown as error:
@@ -152,8 +152,7 @@ def _readers(versions: Versions, x: fx.Node) -> int:
 
 def _whole(versions: Versions, node: fx.Node, error: Unknown) -> ChosenStrategy:
     """Everything replicated, for an op of which nothing is known. Raises FzeroError if its operands are large."""
-    call = Call.of(node)
-    sharded = [x for x in call.operands if R not in versions.have[x]]
+    sharded = [x for x in versions.operands(node) if R not in versions.have[x]]
     nbytes = sum(x.meta["val"].nbytes for x in sharded)
     if nbytes > UNKNOWN_BYTES:
         raise FzeroError(
@@ -161,13 +160,14 @@ def _whole(versions: Versions, node: fx.Node, error: Unknown) -> ChosenStrategy:
             f"operands are {nbytes:,} bytes, too many to gather. Say how its dims belong together: "
             f"fzero.shard.rule(torch.ops.{node.target}, 'self:ij -> ij')"
         ) from error
+    call = Call.of(node)
     return ChosenStrategy(Strategy((R,) * len(call.operands), (R,) * len(call.results)), unknown=bool(sharded))
 
 
 def _refuse_leaf(versions: Versions, node: fx.Node) -> NoReturn:
     """Raises SpecError: an op could only be computed if a leaf moved."""
     problem = versions.problem
-    x = next(x for x in Call.of(node).operands if x in problem.leaves and R not in versions.have[x])
+    x = next(x for x in versions.operands(node) if x in problem.leaves and R not in versions.have[x])
     what = f"shard: {problem.name_of(x)} lies as {next(iter(versions.have[problem.leaf_of(x)]))}"
     if node.target is ops.OWN_PART:
         reader = next(filter(None, (user.meta.get("source", "") for user in node.users)), "the step")

@@ -75,8 +75,9 @@ class ShardingProblem:
 class ChosenStrategy:
     """What was chosen for one op, and the runner-up, with their costs in bytes that a rank sends (`strategy_cost`).
 
-    runner_up: None where the op allows one strategy. A cost is infinite where a leaf would move, or a sum would pass
-    that is to be taken first. unknown: nothing is known of the op, so its operands are gathered.
+    A cost is that of the operands, and of the result where an output wants it elsewhere. It is infinite where a leaf
+    would move, or a sum would pass that is to be taken first. runner_up: None where the op allows one strategy.
+    unknown: nothing is known of the op, so its operands are gathered.
     """
 
     strategy: Strategy

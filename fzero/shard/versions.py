@@ -59,12 +59,13 @@ class Versions:
         self.have: dict[fx.Node, dict[Placement, None]] = {x: {p: None} for x, p in problem.given.items()}
         self.outputs: dict[fx.Node, tuple[Placement, ...]] = {}
         self.drawn: set[fx.Node] = set()
+        self._operands: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     # --- what is asked
 
     def allowed(self, node: fx.Node) -> tuple[Strategy, ...]:
         """The strategies of a call, in the groups in which its operands lie. Raises `Unknown`."""
-        groups = {p.groups for x in Call.of(node).operands for p in self.have[x] if isinstance(p, Shard)}
+        groups = {p.groups for x in self.operands(node) for p in self.have[x] if isinstance(p, Shard)}
         return strategies(node, self.problem.n, sorted({1} | groups))
 
     def reads(self, node: fx.Node, strategy: Strategy | None) -> list[tuple[fx.Node, Placement]]:
@@ -73,14 +74,30 @@ class Versions:
         Raises SpecError where the user places a value in unequal parts.
         """
         if strategy is not None:
-            inputs = node.args[0] if self.problem.is_region(node) else Call.of(node).operands
-            return list(zip(inputs, strategy.inputs, strict=True))  # type: ignore[arg-type]
+            return list(zip(self.operands(node), strategy.inputs, strict=True))
         return [(fx_nodes.operand(node), self._constraint(node))] if constrains(node, self.problem.axis) else []
+
+    def can_read(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Whether the operands can be brought where a strategy takes them.
+
+        Addends are not made of what has none, nor left of a sum that is taken for the same call.
+        """
+        pairs = self.reads(node, strategy)
+        taken = {x for x, want in pairs if not isinstance(want, Partial)}
+        sums = [(x, want) for x, want in pairs if isinstance(want, Partial)]
+        return all(self.is_number(x, want) or (want in self.have[x] and x not in taken) for x, want in sums)
+
+    def operands(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The tensors that a call or a region reads, in the order of a strategy's inputs."""
+        if node not in self._operands:
+            region = self.problem.is_region(node)
+            self._operands[node] = tuple(node.args[0]) if region else Call.of(node).operands  # type: ignore[arg-type]
+        return self._operands[node]
 
     def as_they_lie(self, node: fx.Node) -> Strategy:
         """The strategy of a node that stands for a graph of its own: its inputs stay where they are; sums are taken."""
         assert self.problem.ends is not None
-        here = [next(iter(self.have[x])) for x in node.args[0]]  # type: ignore[union-attr, index]
+        here = [next(iter(self.have[x])) for x in self.operands(node)]
         inputs = tuple(R if isinstance(p, Partial) else p for p in here)
         return Strategy(inputs, tuple(self.problem.ends(node, inputs)))
 

@@ -18,7 +18,6 @@ from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.shard import ops
 from fzero.shard.claims import Claim, claim, constraint
-from fzero.shard.factors import Call
 from fzero.shard.local_graph import LocalGraph
 from fzero.shard.moves import Move
 from fzero.shard.placements import Placement, Replicated
@@ -151,7 +150,7 @@ class _Writer:
         order = iter(given)
         whole = all(isinstance(p, Replicated) for p in (*strategy.inputs, *strategy.outputs))
         args, kwargs = (x.args, x.kwargs) if whole else localised(x, strategy, self.problem.n)
-        tensors = set(Call.of(x).operands)
+        tensors = set(self.versions.operands(x))
         args, kwargs = fx.node.map_arg((args, kwargs), lambda a: next(order) if a in tensors else a)
         if strategy.local:
             made = self.local.form(x, strategy, args, kwargs)

@@ -124,3 +124,20 @@ def test_a_number_becomes_an_addend() -> None:
         steps(versions, vector, P, reader)
     with pytest.raises(FzeroError, match=r"as Pmax, which lies as R"):
         steps(versions, number, Partial("max"), reader)
+
+
+def test_which_strategies_can_be_read() -> None:
+    """Addends must be there, or a number; and of a sum that is taken for a call none is left for the same call."""
+    draft = Draft()
+    x, y, number = draft.input(8), draft.input(8), draft.input()
+    square, total = draft.call(aten.mul.Tensor, x, x), draft.call(aten.add.Tensor, y, number)
+    versions = of([P, S0, R], draft, square, total)
+    assert [versions.can_read(square, Strategy(pair, (P,))) for pair in ((R, R), (P, R), (R, P))] == [
+        True,
+        False,
+        False,
+    ]
+    assert versions.can_read(total, Strategy((S0, R), (S0,)))
+    assert not versions.can_read(total, Strategy((P, P), (P,))), "y has no addends"
+    versions.have[y] = {P: None}
+    assert versions.can_read(total, Strategy((P, P), (P,)))

@@ -170,17 +170,13 @@ def drawn_problem(draw: Draw) -> tuple[fx.GraphModule, ShardingProblem]:
 
 
 def feasible(versions: Versions, node: fx.Node) -> list[Strategy]:
-    """What a call may be given where its operands lie: addends are not made of what is none."""
+    """What a call may be given where its operands lie."""
     try:
         allowed = versions.allowed(node)
     except Unknown:
         call = Call.of(node)
         return [Strategy((R,) * len(call.operands), (R,) * len(call.results))]
-
-    def may(x: fx.Node, want: Placement) -> bool:
-        return not isinstance(want, Partial) or want in versions.have[x] or versions.is_number(x, want)
-
-    return [s for s in allowed if all(may(x, want) for x, want in versions.reads(node, s))]
+    return [strategy for strategy in allowed if versions.can_read(node, strategy)]
 
 
 @given(st.data())
