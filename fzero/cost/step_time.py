@@ -59,9 +59,9 @@ class Arrival:
 class StepTime:
     """A step on one rank, as predicted.
 
-    seconds: of the step. compute: of its segments. busy: by lane, the seconds that it works: `wire dp`, of messages
-    `wire pp out` and `wire pp in`, `disk→host`, `host` for updates there. waited: by lane, the seconds that the rank
-    stands still for it. written: bytes that the step writes to disk.
+    seconds: of the step. compute: of its segments. busy: by lane (`wire dp`; of messages `wire pp out`, `wire pp in`;
+    `disk→host`; `host` for updates there), the seconds that it works. waited: by lane, the seconds that the rank stands
+    still for it. written: bytes that the step writes to disk.
     """
 
     seconds: float

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from tp_models import gpt
 
 import fzero
 from fzero.cost import rates, step_time
 from fzero.cost.kept_costs import folder
-from fzero.cost.rates import Rates
+from fzero.cost.rates import Link, Rates
+from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
+from fzero.ir.mesh import Mesh
+from fzero.ir.program import Program, wire_bytes
+from fzero.ir.records import Buffer, Ref, make_op
 
 
 def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:
@@ -144,3 +149,137 @@ def test_a_user_without_a_home_has_a_folder_for_figures(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert folder().is_absolute()
+
+
+# --- axes, ranks and roles --------------------------------------------------------------------------------------------
+
+
+def test_a_transfer_is_priced_by_its_ranks() -> None:
+    """By the ring: n - 1 hops, and (n - 1)/n of the buffer. An all-reduce is a reduce-scatter and a gather."""
+    link = Link(latency=3e-5, wire_bytes=1e9, ranks=4)
+    for n in (2, 3, 4, 8):
+        by_hand = 1e-5 * (n - 1) + (1 << 20) * (n - 1) / n / 0.75e9
+        assert link.seconds("all_gather", 1 << 20, n) == pytest.approx(by_hand, rel=1e-5)
+        assert link.seconds("all_reduce", 1 << 20, n) == pytest.approx(2 * by_hand, rel=1e-5)
+    assert link.seconds("all_gather", 1 << 20) == pytest.approx(3e-5 + (1 << 20) / 1e9), "as it was measured"
+    assert link.seconds("all_gather", 1 << 20, 1) == 0
+    unknown = Link(3e-5, 1e9)
+    assert unknown.seconds("all_gather", 1 << 20, 64) == pytest.approx(3e-5 + (1 << 20) / 1e9)
+
+
+def test_an_axis_may_have_figures_of_its_own() -> None:
+    kinds = ("all_gather", "reduce_scatter")
+    fast, slow = (dict.fromkeys(kinds, Link(1e-6, rate, 2)) for rate in (1e11, 1e9))
+    machine = replace(NETWORK, ranks=2, axes={"tp": fast, "dp_out": slow})
+    nbytes = 1 << 20
+    assert machine.transfer("all_gather", nbytes, "tp", 2) == pytest.approx(1e-6 + nbytes / 1e11)
+    assert machine.transfer("all_gather", nbytes, "dp", 2) == pytest.approx(1e-4 + nbytes / 1e8), "that of any axis"
+    assert machine.transfer("all_gather", nbytes, "dp.dp_out", 2) == machine.transfer("all_gather", nbytes, "dp_out", 2)
+    both = replace(machine, axes={**machine.axes, "dp": fast})
+    assert both.link("all_gather", "dp.dp_out") == slow["all_gather"], "the slowest of several"
+    with pytest.raises(KeyError, match="no rate of all_gather over tp"):
+        rates.H100.transfer("all_gather", nbytes, "tp", 2)
+
+
+def test_a_message_is_priced_by_its_own_kind_or_by_gathers() -> None:
+    among_4 = replace(NETWORK, latency=dict.fromkeys(NETWORK.latency, 3e-5), ranks=4)
+    assert among_4.transfer("send", 3000, "pp", 2) == pytest.approx(1e-5 + 3000 / 0.75e8), "one hop of three"
+    own = replace(NETWORK, axes={"pp": {"send": Link(1e-3, 1e6)}})
+    assert own.transfer("send", 3000, "pp", 2) == pytest.approx(4e-3)
+
+
+def tp_and_dp() -> fzero.Lowered:
+    model = gpt(layers=2)
+    spec = fzero.Spec(
+        loss=model.loss, optimizer=fzero.optim.sgd(0.1), mesh={"dp": 4, "tp": 2}, shard=dict(model.rules), zero=3
+    )
+    return fzero.lower(spec, model.params, model.batch(0, 0), world_size=8)
+
+
+def test_each_axis_has_a_wire() -> None:
+    lowered = tp_and_dp()
+    sent = {"dp": 0.0, "tp": 0.0}
+    for op in lowered.program.ops:
+        if op.is_collective:
+            n = {"dp": 4, "tp": 2}[str(op.axis)]
+            sent[str(op.axis)] += wire_bytes(lowered.program, op) * n / (n - 1)
+    kinds = ("all_gather", "reduce_scatter")
+    machine = Rates(dict.fromkeys(kinds, 0.0), dict.fromkeys(kinds, 1e8), 1.0, {2: 1e18, 4: 1e18}, 1e18)
+    busy = fzero.simulate(lowered, machine).busy
+    assert busy == pytest.approx({f"wire {axis}": nbytes / 1e8 for axis, nbytes in sent.items()}, rel=1e-3)
+    own = replace(machine, axes={"tp": dict.fromkeys(kinds, Link(0.0, 1e6))})
+    slower = fzero.simulate(lowered, own).busy
+    assert slower["wire tp"] == pytest.approx(100 * busy["wire tp"])
+    assert slower["wire dp"] == busy["wire dp"]
+
+
+def test_wires_of_two_axes_work_at_one_time() -> None:
+    """Two gathers of a second each, started one after the other: over one axis two seconds, over two axes one."""
+
+    def program(*axes: str) -> Program:
+        names = [f"{i}" for i in range(len(axes))]
+        buffers = {n + end: Buffer(n + end, torch.float32, (4,), "scratch") for n in names for end in "ab"}
+        starts = [make_op("all_gather", [Ref(f"{n}a")], [Ref(f"{n}b")], axis=axis)
+                  for n, axis in zip(names, axes, strict=True)]  # fmt: skip
+        waits = [make_op("wait", [Ref(f"{n}b")]) for n in names]
+        return Program(Mesh((("dp_out", 2), ("dp", 2), ("tp", 2))), {}, buffers, (*starts, *waits), {})
+
+    second = figures((1.0, 1.0), 1e18, 0.0, {}, 1.0)
+    assert step_time.seconds(program("dp", "dp"), second) == pytest.approx(2)
+    assert step_time.seconds(program("dp", "tp"), second) == pytest.approx(1)
+    assert step_time.seconds(program("dp.dp_out", "dp"), second) == pytest.approx(1)
+    assert step_time.seconds(program("dp.dp_out", "dp_out"), second) == pytest.approx(2), "on the outermost's wire"
+
+
+def two_roles(runs: int) -> dict[int, Program]:
+    """Role 0 runs, sends, and runs again; role 1 runs `runs` segments, receives and runs. A segment is "s"."""
+    mesh, run = Mesh((("pp", 2),)), make_op("run", segment="s")
+    x = {"x": Buffer("x", torch.float32, (1000,), "activation")}
+    send, wait = make_op("send", [Ref("x")], axis="pp", peer=1, tag=0), make_op("wait", [Ref("x")])
+    recv = make_op("recv", writes=[Ref("x")], axis="pp", peer=0, tag=0)
+    first, second = (run, send, run, wait), (recv, *[run] * runs, wait, run)
+    segments = {"s": None}
+    return {i: Program(mesh, {}, x, ops, {}, role=i, segments=segments) for i, ops in enumerate((first, second))}
+
+
+@pytest.mark.parametrize(("runs", "late"), [(0, 3.0), (1, 2.0), (2, 1.0), (3, 0.0), (5, 0.0)])
+def test_a_role_waits_for_the_message_of_another(runs: int, late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment takes a second, a message two: it is sent after one, and arrives after three."""
+    monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
+    machine = replace(NETWORK, axes={"pp": {"send": Link(1.0, 4000.0)}})
+    found = step_time.roles_time(two_roles(runs), machine)
+    assert found[1].seconds == pytest.approx(runs + late + 1)
+    assert found[1].waited.get("wire pp in", 0.0) == pytest.approx(late)
+    assert found[0].seconds == pytest.approx(3), "a send is waited for until it is through"
+    assert found[0].busy == {"wire pp out": pytest.approx(2)}
+    assert found[1].busy == {"wire pp in": pytest.approx(2)}
+    alone = step_time.step_time(two_roles(runs)[1], machine)
+    assert alone.seconds == pytest.approx(runs + max(2 - runs, 0) + 1), "as if it were sent at once"
+
+
+def test_roles_that_wait_for_one_another_are_named() -> None:
+    programs = {1: two_roles(0)[1]}
+    with pytest.raises(FzeroError, match="the roles wait for one another: role 1 at wait x"):
+        step_time.roles_time(programs, replace(NETWORK, axes={"pp": {"send": Link(1.0, 1.0)}}))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_the_roles_of_a_pipeline_are_simulated_together(schedule: str) -> None:
+    model = gpt(layers=2)
+    spec = fzero.Spec(
+        loss=model.loss, optimizer=fzero.optim.sgd(0.1), mesh={"pp": 2}, microbatches=4, pipeline=schedule
+    )
+    lowered = fzero.lower(spec, model.params, model.batch(0, 0), world_size=2)
+    machine = replace(NETWORK, axes={"pp": {"send": Link(0.0, 1e18)}})
+    free = [fzero.simulate(lowered, machine, rank) for rank in (0, 1)]
+    assert max(x.compute for x in free) < max(x.seconds for x in free) < sum(x.compute for x in free)
+    slow = replace(machine, axes={"pp": {"send": Link(1e-3, 1e6)}})
+    slower = [fzero.simulate(lowered, slow, rank) for rank in (0, 1)]
+    assert all(a.seconds < b.seconds for a, b in zip(free, slower, strict=True))
+    for role, other in ((0, 1), (1, 0)):
+        sends = [op for op in lowered.programs[role].ops if op.is_send]
+        taken = 1e-3 * len(sends) + sum(wire_bytes(lowered.programs[role], op) for op in sends) / 1e6
+        assert slower[role].busy["wire pp out"] == pytest.approx(taken)
+        assert slower[other].busy["wire pp in"] == pytest.approx(taken)
+    with pytest.raises(fzero.SpecError, match=r"transfers of a kind without a rate: .*send"):
+        fzero.simulate(lowered, rates.H100)
