@@ -42,8 +42,20 @@ def of(op: Any) -> OpInfo:
 
 
 def add(op: OpOverload | str, row: OpInfo) -> None:
-    """Adds facts to an op's row; one that was stated before is stated anew. op: an overload, or a name as in `op_table`
-    (of an op that is not loaded, or of all overloads)."""
+    """Adds facts to an op's row; one that was stated before is stated anew.
+
+    op: an overload, or a name as in `op_table`: `mylib.mix` for all overloads, or one of an op that is not loaded.
+    Raises TypeError for anything else, as a function that dispatches to ops: nothing would ask for its row.
+
+    >>> add(torch.relu, OpInfo(exact=True))
+    Traceback (most recent call last):
+    TypeError: add(relu): needed an overload, as torch.ops.mylib.mix.default, or a name, as "mylib.mix"
+    """
+    if not isinstance(op, (OpOverload, str)) or "." not in str(op):
+        raise TypeError(
+            f"add({getattr(op, '__name__', op)}): needed an overload, as torch.ops.mylib.mix.default, or a name, as "
+            '"mylib.mix"'
+        )
     name = str(op)
     _rows[name] = replace(_rows.get(name, _NOTHING), **row.stated())
     _forget()

@@ -18,6 +18,7 @@ from fzero.cost.flops import flops
 from fzero.ir import fx_nodes, op_info
 from fzero.ir.op_info import OpInfo, column, named, of
 from fzero.ir.recorder import record
+from fzero.shard.local_forms import forms
 from fzero.shard.rules import Rule, rule_of
 from fzero.shard.rules.whole import whole
 
@@ -154,6 +155,11 @@ def test_a_flat_form_is_of_the_op_that_it_is_of() -> None:
     for op, flat in column("flat_form").items():
         assert of(flat).whole_form is op
         assert of(flat).workspace is of(op).workspace
+
+
+def test_no_two_local_forms_have_one_name() -> None:
+    """A strategy knows its form by name."""
+    assert set(forms().values()) == {form for of_op in column("local_forms").values() for form in of_op}
 
 
 def test_a_norms_weight_is_where_its_row_says() -> None:
