@@ -17,8 +17,9 @@ from dataclasses import replace
 
 from fzero.ir import rewrite
 from fzero.ir.mesh import parts_of, within
+from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Op, Ref
+from fzero.ir.records import Buffer, Ref
 
 
 def narrow(program: Program) -> Program:
