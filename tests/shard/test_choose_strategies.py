@@ -212,3 +212,44 @@ def test_a_view_of_what_is_whole_is_whole() -> None:
     chosen = cheapest(problem_of(draft.returning(*sums, last), [S0], [R] * 6))
     assert chosen[flat].strategy == Strategy((S0,), (S0,))
     assert (chosen[last].strategy, chosen[last].cost) == (Strategy((R,), (R,)), 0.0)
+
+
+def told(problem: ShardingProblem) -> list[Fetch]:
+    """What a cost function is told, where gathers are dear."""
+    seen: list[Fetch] = []
+
+    def cost(fetch: Fetch) -> float:
+        seen.append(fetch)
+        return 1e9 if fetch.want == R else 1.0
+
+    cheapest(problem, cost)
+    return seen
+
+
+def test_what_a_cost_function_is_told() -> None:
+    """Wishes of outputs, the sequence, numbers that can be drawn again, and how many are yet to read."""
+    draft = Draft()
+    x, y = draft.input(8, 8), draft.input(8, 8)
+    gm = draft.returning(draft.call(aten.add.Tensor, x, y))
+    wished = [f for f in told(problem_of(gm, [P, R], [S0])) if f.source == P]
+    assert {(f.want, f.wished) for f in wished} == {(R, False), (S0, True), (S1, False)}
+    along = [f for f in told(problem_of(gm, [P, R], [R], sequence=S1)) if f.source == P]
+    assert {(f.want, f.along) for f in along} == {(R, False), (S0, False), (S1, True)}
+
+    draft = Draft()
+    key = draft.input(2, dtype=torch.int64)
+    numbers = draft.call(torch.ops.fzero.uniform.default, key, [8, 8], torch.float32, 0.0, 1.0)
+    drawn = told(problem_of(draft.returning(draft.call(aten.relu.default, numbers)), [R], [R]))
+    assert [f.drawn for f in drawn if f.want != R] == [True] * len(drawn) != []
+
+    draft = Draft()
+    x = draft.input(8, 8, 8)
+    gm = draft.returning(*(draft.call(aten.cumsum.default, x, 0) for _ in range(3)))
+    assert [f.readers for f in told(problem_of(gm, [S0], [R] * 3)) if f.want == R] == [3, 2, 1]
+
+
+def test_a_number_is_added_to_a_sum_by_one_rank() -> None:
+    draft = Draft()
+    x, number = draft.input(8), draft.input()
+    total = draft.call(aten.add.Tensor, x, number)
+    assert cheapest(problem_of(draft.returning(total), [P, R], [R]))[total].strategy == Strategy((P, P), (P,))
