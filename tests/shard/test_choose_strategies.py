@@ -164,3 +164,92 @@ def test_costs_are_bytes() -> None:
         y = draft.call(aten.relu.default, draft.call(aten.mm.default, x, w))
         costs.append(cheapest(problem_of(draft.returning(y), [S1, S0], [R]))[y].cost - TRANSFER)
     assert costs == [128.0, 64.0]
+
+
+@pytest.mark.parametrize(("wanted", "strategy"), [(S0, S0), (R, S0), (S1, R)], ids=str)
+def test_of_equals_the_one_in_parts_and_that_an_output_wants(wanted: Placement, strategy: Placement) -> None:
+    """A value is there whole and by rows, so a copy costs nothing either way: not all ranks do the same work.
+
+    Where the output is wanted by columns, whole is nearer: a rank takes its part of it.
+    """
+    draft = Draft()
+    x = draft.input(8, 8, 8)
+    readers = [draft.call(aten.cumsum.default, x, 0) for _ in range(5)]
+    copy = draft.call(aten.relu.default, x)
+    chosen = cheapest(problem_of(draft.returning(*readers, copy), [S0], [*[R] * 5, wanted]))
+    assert chosen[readers[0]].strategy == Strategy((R,), (R,))
+    assert (chosen[copy].strategy, chosen[copy].cost) == (Strategy((strategy,), (strategy,)), 0.0)
+
+
+def test_the_way_to_where_an_output_wants_it_is_priced() -> None:
+    draft = Draft()
+    product = draft.call(aten.mm.default, draft.input(4, 8), draft.input(8, 8))
+    gm = draft.returning(product)
+    scattered = 4 * 8 * 4 / 2
+    for wanted, cost in ((R, 0.0), (S0, scattered)):
+        chosen = cheapest(problem_of(gm, [S1, S0], [wanted]))[product]
+        assert (chosen.strategy, chosen.cost) == (Strategy((S1, S0), (P,)), cost)
+
+
+def test_where_a_sum_passes() -> None:
+    """Through a number, for one reader; not for two, and not through a product with a vector."""
+    draft = Draft()
+    one, two, three, vector = (*(draft.input(4, 8) for _ in range(3)), draft.input(8))
+    passed = draft.call(aten.mul.Tensor, one, 0.5)
+    shared = [draft.call(aten.mul.Tensor, two, 0.5) for _ in range(2)]
+    scaled = draft.call(aten.mul.Tensor, three, vector)
+    results = (passed, *shared, scaled)
+    chosen = cheapest(problem_of(draft.returning(*results), [P, P, P, R], [R] * 4))
+    assert [chosen[node].strategy.outputs for node in results] == [(P,), (R,), (R,), (R,)]
+
+
+def test_a_view_of_what_is_whole_is_whole() -> None:
+    draft = Draft()
+    x = draft.input(8, 8, 8)
+    sums = [draft.call(aten.cumsum.default, x, 0) for _ in range(5)]
+    flat = draft.call(aten.view.default, x, [512])
+    last = draft.call(aten.cumsum.default, flat, 0)
+    chosen = cheapest(problem_of(draft.returning(*sums, last), [S0], [R] * 6))
+    assert chosen[flat].strategy == Strategy((S0,), (S0,))
+    assert (chosen[last].strategy, chosen[last].cost) == (Strategy((R,), (R,)), 0.0)
+
+
+def told(problem: ShardingProblem) -> list[Fetch]:
+    """What a cost function is told, where gathers are dear."""
+    seen: list[Fetch] = []
+
+    def cost(fetch: Fetch) -> float:
+        seen.append(fetch)
+        return 1e9 if fetch.want == R else 1.0
+
+    cheapest(problem, cost)
+    return seen
+
+
+def test_what_a_cost_function_is_told() -> None:
+    """Wishes of outputs, the sequence, numbers that can be drawn again, and how many are yet to read."""
+    draft = Draft()
+    x, y = draft.input(8, 8), draft.input(8, 8)
+    gm = draft.returning(draft.call(aten.add.Tensor, x, y))
+    wished = [f for f in told(problem_of(gm, [P, R], [S0])) if f.source == P]
+    assert {(f.want, f.wished) for f in wished} == {(R, False), (S0, True), (S1, False)}
+    along = [f for f in told(problem_of(gm, [P, R], [R], sequence=S1)) if f.source == P]
+    assert {(f.want, f.along) for f in along} == {(R, False), (S0, False), (S1, True)}
+
+    draft = Draft()
+    key = draft.input(2, dtype=torch.int64)
+    numbers = draft.call(torch.ops.fzero.uniform.default, key, [8, 8], torch.float32, 0.0, 1.0)
+    drawn = told(problem_of(draft.returning(draft.call(aten.relu.default, numbers)), [R], [R]))
+    assert [f.drawn for f in drawn if f.want != R] == [True] * len(drawn) != []
+
+    draft = Draft()
+    x = draft.input(8, 8, 8)
+    gm = draft.returning(*(draft.call(aten.cumsum.default, x, 0) for _ in range(3)))
+    assert [f.readers for f in told(problem_of(gm, [S0], [R] * 3)) if f.want == R] == [3, 2, 1]
+
+
+def test_a_number_is_added_to_a_sum_by_one_rank() -> None:
+    draft = Draft()
+    x, number = draft.input(8), draft.input()
+    total = draft.call(aten.add.Tensor, x, number)
+    assert cheapest(problem_of(draft.returning(total), [P, R], [R]))[total].strategy == Strategy((P, P), (P,))

@@ -124,6 +124,8 @@ def test_a_number_becomes_an_addend() -> None:
         steps(versions, vector, P, reader)
     with pytest.raises(FzeroError, match=r"as Pmax, which lies as R"):
         steps(versions, number, Partial("max"), reader)
+    versions.have[number] = {Partial("max"): None}
+    assert not versions.is_number(number, P), "candidates of a maximum are no addends"
 
 
 def test_which_strategies_can_be_read() -> None:
@@ -141,3 +143,20 @@ def test_which_strategies_can_be_read() -> None:
     assert not versions.can_read(total, Strategy((P, P), (P,))), "y has no addends"
     versions.have[y] = {P: None}
     assert versions.can_read(total, Strategy((P, P), (P,)))
+
+
+def test_a_region_reads_its_inputs_as_they_lie() -> None:
+    """But sums, which are taken before it. Its outputs lie as it says by its inputs."""
+    draft = Draft()
+    x, y, z = (draft.input(8) for _ in range(3))
+    region = draft.graph.call_function(torch.ops.fzero.region.default, ([x, y, z], 0))
+    region.meta["val"] = [torch.empty(8, device="meta") for _ in range(2)]
+    gm = draft.returning(x)
+    problem = problem_of(gm, [P, S0, R], [R], ends=lambda node, inputs: inputs[:2])
+    assert problem.is_region(region)
+    versions = Versions(problem)
+    strategy = versions.as_they_lie(region)
+    assert strategy == Strategy((R, S0, R), (R, S0))
+    versions.follow(region, strategy)
+    assert (list(versions.have[x]), list(versions.have[y])) == ([R], [S0])
+    assert versions.outputs[region] == (R, S0)
