@@ -399,8 +399,15 @@ def test_every_rule_is_tried() -> None:
         aten.linalg_matrix_exp.default, aten.kthvalue.default, aten.upsample_nearest2d.default,
         aten.upsample_bilinear2d.default, aten.im2col.default, aten.col2im.default,
     }  # fmt: skip
-    left = {str(target) for target in set(op_info.column("workspace")) - tried}
+    called = {str(target) for target in tried}
     for name in set(BY_DATABASE) & set(opdb.OPS):
         op = opdb.OPS[name]
-        left -= {line["call"] for line in workspaces.lines(op, opdb.dtypes_of(op)[0], workspaces.SIZES[:1], every=True)}
+        lines = workspaces.lines(op, opdb.dtypes_of(op)[0], workspaces.SIZES[:1], every=True)
+        called |= {line["call"] for line in lines}
+    formulas = op_info.column("workspace").items()
+    seen = {
+        (formula, op.overloadpacket) for op, formula in formulas if str(op) in called
+    }  # one overload stands for all
+    left = {str(op) for op, formula in formulas if (formula, op.overloadpacket) not in seen}
+    left = {name for name in left if not name.startswith("torch_nn.")}  # torch makes them when they are first called
     assert not left, " ".join(sorted(left))
