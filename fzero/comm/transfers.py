@@ -228,7 +228,8 @@ class Nccl:
     """`Comm` on NCCL's collectives. A wait puts an event on the compute stream; the host goes on.
 
     `pending` as in `P2P`. `number` counts messages alone: NCCL's collectives have no tags. Only the methods here write
-    these two, on the thread that runs the program.
+    these two, on the thread that runs the program. `calls`, by kind: starts a collective, and returns torch's
+    handle; the division comes after.
     """
 
     def __init__(self, line: Line, presence: heartbeat.Presence | None = None) -> None:
@@ -236,6 +237,13 @@ class Nccl:
         self.messages = Messages(line.place, line.size, line.group, line.back)
         self.presence = presence or heartbeat.of(line.group)
         self.pending: dict[str, Pending] = {}
+        self.calls: dict[str, Callable[[Nccl, Op, torch.Tensor, torch.Tensor], Any]] = {
+            "all_gather": Nccl._gather,
+            "reduce_scatter": Nccl._scatter,
+            "all_reduce": Nccl._reduce,
+            "all_reduce_small": Nccl._reduce,
+            "all_to_all": Nccl._exchange,
+        }
 
     def ready(self, name: str) -> bool:
         """Always True: the host does not wait."""
@@ -248,7 +256,7 @@ class Nccl:
             self.pending[name] = self.messages.start(op, tensors)
             return
         source, dest, divisor = tensors[0], tensors[len(op.reads)], op.divisor
-        work = NCCL_CALLS[op.kind](self, op, source, dest)
+        work = self.calls[op.kind](self, op, source, dest)
 
         def divide() -> None:
             if divisor != 1:
@@ -282,16 +290,6 @@ class Nccl:
 
     def _how(self, op: Op) -> Any:
         return dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM
-
-
-# by kind: starts it, and returns torch's handle; the division comes after
-NCCL_CALLS: dict[str, Callable[[Nccl, Op, torch.Tensor, torch.Tensor], Any]] = {
-    "all_gather": Nccl._gather,
-    "reduce_scatter": Nccl._scatter,
-    "all_reduce": Nccl._reduce,
-    "all_reduce_small": Nccl._reduce,
-    "all_to_all": Nccl._exchange,
-}
 
 
 class Alone:

@@ -5,7 +5,7 @@ arrives keeps a place of its own in the target, in rank order, or is added up in
 has a second half: the sums are slices (`scattered`), and an all-gather brings them together.
 
 Messages, shared memory and the interpreter do what the record says. NCCL has a call for each kind
-(`fzero.comm.transfers.NCCL_CALLS`). `fzero.verify`, the bytes and the costs read the record too.
+(`fzero.comm.transfers.Nccl.calls`). `fzero.verify`, the bytes and the costs read the record too.
 """
 
 from __future__ import annotations

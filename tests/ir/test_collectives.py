@@ -11,11 +11,12 @@ import torch
 from helpers import gloo, same_bits, values
 
 import fzero
+from fzero.comm import heartbeat
 from fzero.comm.by_axis import sent
 from fzero.comm.group import Line, open_world
 from fzero.comm.rendezvous import meet
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import NCCL_CALLS, P2P
+from fzero.comm.transfers import P2P, Nccl
 from fzero.cost import step_time
 from fzero.cost.rates import Rates
 from fzero.ir.collectives import Collective, Span
@@ -116,7 +117,7 @@ def test_parts_of_odd_sizes_are_refused() -> None:
 
 
 def test_nccl_has_a_call_for_each_kind() -> None:
-    assert sorted(NCCL_CALLS) == sorted(COLLECTIVES)
+    assert sorted(Nccl(Line(), heartbeat.ALONE).calls) == sorted(COLLECTIVES)
 
 
 # --- a kind of its own ------------------------------------------------------------------------------------------------
