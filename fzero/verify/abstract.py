@@ -10,8 +10,6 @@ by one has a term for each tile (`Tiles`) until they are one.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Mapping
 from typing import Any
 
 from fzero.ir import fx_nodes
@@ -20,6 +18,7 @@ from fzero.ir.mesh import DATA, parts_of, within
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, VARYING, Bucket, Buffer, Ref
+from fzero.verify.contents import Content, Tiles, tile_of, with_tile
 from fzero.verify.terms import (
     NOWHERE,
     PartialTerm,
@@ -34,59 +33,6 @@ from fzero.verify.terms import (
     reduced,
     term,
 )
-
-Span = tuple[int, int]
-
-
-class Tiles(tuple[Any, ...]):
-    """(the elements of a tile, the terms of a leaf by tile, as a tuple); None for one that was never written."""
-
-
-def _tile_of(held: Any, tile: tuple[int, int], ref: Ref) -> Any:
-    """The term of one tile of a leaf."""
-    if not isinstance(held, Tiles):
-        return held
-    size, terms = held
-    if size != tile[1] or terms[tile[0]] is None:
-        raise Undefined(f"{ref} reads a tile that was not computed")
-    return terms[tile[0]]
-
-
-def _with_tile(held: Any, tile: tuple[int, int], value: Any, parts: int) -> Any:
-    """The terms of a leaf in so many tiles once one tile has this one: one term where all tiles have it."""
-    number, size = tile
-    terms = [None if isinstance(held, Tiles) else held] * parts
-    if isinstance(held, Tiles) and held[0] == size:
-        terms = list(held[1])
-    terms[number] = value
-    return value if all(other == value for other in terms) else Tiles((size, tuple(terms)))
-
-
-class Content:
-    """The terms that a buffer holds, by (start, stop); no two overlap. `own_slices` are the ranges of which only the
-    own slice was written. Only `put` writes."""
-
-    def __init__(self, terms: Mapping[Span, Any] | None = None) -> None:
-        self.terms: dict[Span, Any] = dict(terms or {})
-        self.own_slices: set[Span] = set()
-        self.order = sorted(key for key in self.terms if key[0] < key[1])
-
-    def put(self, key: Span, value: Any, *, own_slice: bool = False) -> None:
-        """Sets the term of a range, or of the own slice of it. Removes the terms that it overlaps."""
-        if key not in self.terms and key[0] < key[1]:
-            self._drop(key)
-            insort(self.order, key)
-        self.terms[key] = value
-        (self.own_slices.add if own_slice else self.own_slices.discard)(key)
-
-    def _drop(self, key: Span) -> None:
-        position = bisect_left(self.order, key)
-        if position and self.order[position - 1][1] > key[0]:
-            position -= 1
-        while position < len(self.order) and self.order[position][0] < key[1]:
-            gone = self.order.pop(position)
-            del self.terms[gone]
-            self.own_slices.discard(gone)
 
 
 class Abstract:
@@ -346,7 +292,7 @@ class Abstract:
                     isinstance(held, Tiles) and (key in content.own_slices) != own
                 ):
                     raise Undefined(f"{ref} is a tile of all that the rank has, beside tiles of the own slice")
-                slot_term = _with_tile(held, ref.tile, slot_term, self.program.num_tiles(ref, ref.tile[1]))
+                slot_term = with_tile(held, ref.tile, slot_term, self.program.num_tiles(ref, ref.tile[1]))
             content.put(key, slot_term, own_slice=own)
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
@@ -368,7 +314,7 @@ class Abstract:
             raise Undefined(f"{ref} reads elements {key}, which were not computed")
         held = content.terms[key]
         if tile is not None:
-            return _tile_of(held, tile, ref)
+            return tile_of(held, tile, ref)
         if isinstance(held, Tiles):
             raise Undefined(f"{ref} reads elements {key}, whose tiles are not of one value")
         return held

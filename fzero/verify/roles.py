@@ -14,7 +14,8 @@ from typing import Any
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.ir.records import GIVEN, PERSISTENT, Ref
-from fzero.verify.abstract import Abstract, Content
+from fzero.verify.abstract import Abstract
+from fzero.verify.contents import Content
 from fzero.verify.terms import Undefined, digest
 
 Key = tuple[str, int, int, int]  # axis, sender, receiver, tag

@@ -22,7 +22,8 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
-from fzero.verify.abstract import Abstract, Content
+from fzero.verify.abstract import Abstract
+from fzero.verify.contents import Content
 from fzero.verify.rules import verify
 from fzero.verify.terms import PartialTerm, Undefined, Vec, apply, evaluate, gathered, reduced, term
 from lab.mutate.corpus import relay
