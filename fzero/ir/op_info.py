@@ -115,3 +115,17 @@ def _row(op: OpOverload) -> OpInfo:
 fill("kernel", KERNELS)
 default("out_form", lambda op, row: "program" if row.pointwise else "")
 default("fusion", lambda op, row: "loop" if row.pointwise and op.namespace == "aten" else "")
+
+
+def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    """Returns the function to call instead of `op` (an OpOverload) with these arguments; None if no kernel fits them.
+
+    The arguments may be fake tensors: dtypes, devices and strides decide. Results agree to rounding; each kernel's file
+    says which bits are the operator's. The result is a plain function. torch.fx must know that it has effects, so swap
+    after the last elimination of dead code.
+
+    >>> kernel_for(torch.ops.aten.add.Tensor, torch.ones(2), torch.ones(2)) is None
+    True
+    """
+    row = of(op).kernel
+    return row.taking(*args, **kwargs) if row is not None else None

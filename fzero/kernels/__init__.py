@@ -11,7 +11,7 @@
 | `signs`    | signs with error feedback, and back                          | 12.13, 4.13 |
 | `philox`   | random numbers                                               | 4 |
 
-`kernel_for` returns the kernel that can replace an operator, so a node of a program can be swapped in one line.
+`fzero.ir.op_info.kernel_for` returns the kernel that can replace an operator.
 """
 
 from __future__ import annotations
@@ -44,19 +44,6 @@ class Kernel(NamedTuple):
     def taking(self, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
         """The function, if it can take these arguments on this machine."""
         return self.launch if self.fits(*args, **kwargs) and _has_triton() else None
-
-
-def kernel_for(op: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    """Returns the function to call instead of `op` (an OpOverload) with these arguments; None if no kernel fits them.
-
-    The arguments may be fake tensors: dtypes, devices and strides decide. Results agree to rounding; each kernel's file
-    says which bits are the operator's. The result is a plain function. torch.fx must know that it has effects, so swap
-    after the last elimination of dead code.
-
-    >>> kernel_for(torch.ops.aten.add.Tensor, torch.ones(2), torch.ones(2))
-    """
-    row = KERNELS.get(str(op))
-    return row.taking(*args, **kwargs) if row is not None else None
 
 
 def _has_triton() -> bool:

@@ -38,7 +38,6 @@ from fzero import backend
 from fzero._torch_compat import fused_adam_, fused_adamw_, in_functorch
 from fzero.ir import fx_nodes, op_info
 from fzero.ir.op_info import OpInfo
-from fzero.kernels import kernel_for
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
 PIECE = 65_536  # elements at a time on the CPU
@@ -94,7 +93,7 @@ def adamw_(
         return
     numbers = (beta1, beta2, eps, weight_decay, decoupled)
     kernel = (
-        kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
+        op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
         if backend.of(param.device).has_kernels
         else None
     )

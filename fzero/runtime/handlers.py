@@ -154,8 +154,7 @@ def as_planned(gm: fx.GraphModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
     plain = True
     for node in filter(fx_nodes.is_compute, gm.graph.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        row = op_info.of(node.target).kernel
-        kernel = row.taking(*args, **kwargs) if row is not None else None
+        kernel = op_info.kernel_for(node.target, *args, **kwargs)
         result = (kernel or node.target)(*args, **kwargs)
         env[node] = result if fx_nodes.source(node) is not None else strided(result, node.meta.get("val"))
         plain = plain and kernel is None and env[node] is result

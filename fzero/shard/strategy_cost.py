@@ -52,7 +52,7 @@ def fewest_bytes(fetch: Fetch) -> float:
     >>> fewest_bytes(Fetch(x, Shard(0), Replicated(), 2, readers=4))
     64.001
     >>> fewest_bytes(Fetch(x, Partial(), Shard(0), 2)), fewest_bytes(Fetch(x, Partial(), Shard(0), 2, beside=True))
-    (768.0, 256.001)
+    (768, 256.001)
     >>> fewest_bytes(Fetch(x, Replicated(), Shard(0), 2)), fewest_bytes(Fetch(x, Replicated(), Shard(0), 2, along=True))
     (512.0, 0.0)
     """

@@ -18,8 +18,9 @@ from fzero.cost.rates import Link, Rates
 from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.ir.mesh import Mesh
+from fzero.ir.op import make_op
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Buffer, Ref, make_op
+from fzero.ir.records import Buffer, Ref
 
 
 def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:

@@ -8,8 +8,10 @@ import torch
 
 from fzero.comm.by_axis import sent
 from fzero.ir import kinds
+from fzero.ir.collectives import Collective
+from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import Op, Ref, make_op
+from fzero.ir.records import Ref
 from fzero.ir.wire import kind_bytes, op_bytes
 from fzero.shard import moves
 from fzero.shard.placements import Partial, Placement, Replicated, Shard
@@ -47,10 +49,10 @@ def test_bytes_by_hand() -> None:
 
 
 def test_there_is_one_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one in the row of a kind is at once that of programs, comms and shardings."""
+    """Another one in the record of transfers is at once that of programs, comms and shardings."""
     program, value = cases.lowered(2, zero=3).program, torch.empty(8, 8, device="meta")
     ops = [op for op in program.ops if op.is_collective]
-    monkeypatch.setattr(kinds.OpKind, "wire_bytes", lambda row, whole, world: 7)
+    monkeypatch.setattr(Collective, "wire_bytes", lambda record, whole, world: 7)
     assert {wire_bytes(program, op) for op in ops} == {7}
     assert {sent(op, tensors(program, op), 2) for op in ops} == {7}
     assert {moves.wire_bytes(*ends, value, 2) for ends in MOVES.values()} == {7}
@@ -62,4 +64,6 @@ def test_a_move_sends_what_its_transfer_does(kind: str) -> None:
     assert moves.kind_of(source, want) == kind
     value = torch.empty(12, 12, device="meta")
     whole = value.nbytes // 3 if kind == "all_to_all" else value.nbytes
-    assert moves.wire_bytes(source, want, value, 3) == kinds.of(kind).wire_bytes(whole, 3)
+    record = kinds.of(kind).collective
+    assert record is not None
+    assert moves.wire_bytes(source, want, value, 3) == record.wire_bytes(whole, 3)

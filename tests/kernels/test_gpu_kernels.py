@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fzero import optim
 from fzero._torch_compat import fused_adam_, fused_adamw_
-from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, flat_norms, hyper, kernel_for, quantize, signs
+from fzero.ir.op_info import kernel_for
+from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, flat_norms, hyper, quantize, signs
 from fzero.kernels import round as rounding
 from fzero.optim import _adam8
 

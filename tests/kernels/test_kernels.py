@@ -26,7 +26,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero.kernels
-from fzero.kernels import _triton, adam8_kernel, adamw, cast, flat_norms, kernel_for, philox, quantize, signs
+from fzero.ir.op_info import kernel_for
+from fzero.kernels import _triton, adam8_kernel, adamw, cast, flat_norms, philox, quantize, signs
 from fzero.kernels import round as rounding
 
 WORKERS = Path(__file__).parents[1] / "support" / "workers"

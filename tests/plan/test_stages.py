@@ -7,8 +7,7 @@ from typing import Any
 import cases
 import pytest
 
-from fzero.compile.resolve import layout_rules
-from fzero.ir.mesh import Mesh
+from fzero.ir.mesh import DATA, Mesh
 from fzero.plan.stages import BucketLayout, batch_layout, gradient, row_of
 from fzero.shard.layouts import AxisCut, Layout
 from fzero.shard.placements import Partial, Shard
@@ -27,7 +26,7 @@ TABLE = {  # zero: (parameters, what a rank updates, along which ranks own slice
 
 def row(zero: Any, mesh: dict[str, int]) -> BucketLayout:
     """The row that a spec asks for."""
-    stage = layout_rules(cases.spec(zero=zero, mesh=mesh)).zero
+    stage = cases.spec(zero=zero, mesh=mesh).parallel.stages(".".join(axis for axis in mesh if axis in DATA))
     return row_of(stage, batch_layout(Mesh(tuple(mesh.items()))))  # type: ignore[arg-type]
 
 
