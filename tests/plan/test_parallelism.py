@@ -44,3 +44,9 @@ def test_columns_lie_within_one_another() -> None:
         Parallelism(mesh=TWO, zero={"params": ("dp_out", "dp"), "grads": ("dp",), "optimizer": ("dp_out", "dp")})
     with pytest.raises(fzero.SpecError, match="the inner axis 'dp', before one outside of it"):
         Parallelism(mesh=TWO, zero={"params": (), "grads": (), "optimizer": ("dp_out",)})
+
+
+@pytest.mark.parametrize("zero", [{1: 3}, {("a",): 2}])
+def test_rules_are_text(zero: object) -> None:
+    with pytest.raises(fzero.SpecError, match="path rules that are text"):
+        Parallelism(zero=zero)  # type: ignore[arg-type]

@@ -1,0 +1,59 @@
+"""sharded_leaves: rules that cut dims of leaves, and those that place nothing or cut what must be whole."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero import P, tree
+from fzero.ir.mesh import Mesh
+from fzero.plan.layout import layout
+from fzero.plan.state_plan import Leaf
+
+MESH = Mesh((("dp", 1), ("tp", 2)))
+
+
+def leaves(state: Any, shard: Mapping[str, P]) -> dict[str, Leaf]:
+    paths, values, _ = tree.flatten(state)
+    return {leaf.path: leaf for leaf in layout(paths, values, mesh=MESH, shard=shard).leaves}
+
+
+def state(**params: torch.Tensor) -> dict[str, Any]:
+    return {"params": params, "opt_state": {"mu": params, "count": torch.zeros((), dtype=torch.int64)}}
+
+
+def test_moments_lie_as_their_parameter() -> None:
+    found = leaves(state(w=torch.ones(4, 6), b=torch.ones(4)), {"w": P(None, "tp")})
+    assert found["params/w"].local_shape == found["opt_state/mu/w"].local_shape == (4, 3)
+    assert found["params/b"].local_shape == (4,)
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    found = leaves(state(w=torch.ones(4, 6), v=torch.ones(4, 6)), {"w": P(), "**": P("tp", None)})
+    assert found["params/w"].local_shape == (4, 6)
+    assert found["params/v"].local_shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        ({"x": P("tp")}, r"the rule 'x' matches no leaf"),
+        ({"w": P("tp", None), "**/w": P(None, "tp")}, r"'\*\*/w' places no leaf: 'w' comes before it"),
+        ({"n": P("tp")}, r"the rule 'n' is to cut params/n, of shape \(2,\) and torch.int64"),
+    ],
+)
+def test_a_rule_that_places_nothing_is_refused(shard: dict[str, P], message: str) -> None:
+    with pytest.raises(fzero.SpecError, match=message):
+        leaves(state(w=torch.ones(4, 6), n=torch.ones(2, dtype=torch.int64)), shard)
+
+
+def test_a_rule_that_cuts_nothing_may_name_a_whole_leaf() -> None:
+    assert leaves(state(w=torch.ones(4), n=torch.ones(2, dtype=torch.int64)), {"n": P()})["params/n"].slot is None
+
+
+def test_moments_in_blocks_are_not_cut() -> None:
+    mu = {"codes": {"w": torch.ones(64, 2, dtype=torch.int8)}, "scales": {"w": torch.ones(2)}}
+    with pytest.raises(fzero.SpecError, match="moments in blocks of 64 elements"):
+        leaves({"params": {"w": torch.ones(64, 2)}, "opt_state": {"mu": mu}}, {"w": P("tp", None)})
