@@ -171,10 +171,11 @@ def command(arguments: argparse.Namespace) -> int:
         copied = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT)))
         for room in arguments.rooms:
             lines, began = drawn(room, arguments.count, arguments.seed), time.monotonic()
-            ends = [caught(line, room, copied, arguments.seconds) for line in lines]
-            for line, end in zip(lines, ends, strict=True):
-                if end != "failed":
-                    print(f"{end}: {line}", flush=True)
+            ends = []
+            for line in lines:
+                ends.append(caught(line, room, copied, arguments.seconds))
+                if ends[-1] != "failed":
+                    print(f"{ends[-1]}: {line}", flush=True)
             share = ends.count("failed") / max(len(ends), 1)
             print(f"{room}: {share:.0%} of {len(ends)} caught, {time.monotonic() - began:.0f} s", flush=True)
             few |= share < 0.9
