@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fzero.errors import SpecError
@@ -38,6 +39,6 @@ def choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
 
 def path_rules(name: str, given: Any, example: str) -> None:
     """Raises SpecError unless the value is one path rule, or several."""
-    rules = (given,) if isinstance(given, str) else given if isinstance(given, (tuple, list)) else ()
+    rules = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else ()
     text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
     needs(text, name, given, f"path rules, as in {example!r}")

@@ -158,8 +158,7 @@ class Spec:
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         self._check_form()
-        for group in (self.parallel, self.memory, self.numerics, self.run):
-            assert group is not None  # made, and so checked
+        _ = self.parallel, self.memory, self.numerics, self.run  # each checks itself when it is made
 
     @functools.cached_property
     def parallel(self) -> Parallelism:

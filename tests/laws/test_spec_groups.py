@@ -1,5 +1,6 @@
 """The fields of a Spec: each is checked by the one group that reads it, and has one default."""
 
+from collections import UserList
 from dataclasses import fields
 from typing import Any
 
@@ -53,3 +54,10 @@ def test_a_group_has_what_the_spec_was_given() -> None:
 def test_a_group_checks_itself(group: Any, given: dict[str, Any], message: str) -> None:
     with pytest.raises(fzero.SpecError, match=message):
         group(**given)
+
+
+def test_rules_may_be_any_sequence() -> None:
+    assert Numerics(trainable=UserList(["a/**", "b"])).trainable_rules == ("a/**", "b")
+    for wrong in (UserList([]), UserList([1]), b"a", 3):
+        with pytest.raises(fzero.SpecError, match="needed path rules"):
+            Numerics(trainable=wrong)  # type: ignore[arg-type]
