@@ -6,8 +6,7 @@ new kind of device is a record in `BACKENDS`, and, if its kernels run behind the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,17 +156,3 @@ def of(device: torch.device | str) -> Backend:
 def of_transport(name: str) -> Backend:
     """The record of the device whose ranks move bytes with this transport; the CPU's for a name that is none's."""
     return next((backend for backend in BACKENDS.values() if name in backend.transports), CPU)
-
-
-@contextmanager
-def instead(backend: Backend) -> Iterator[None]:
-    """Uses a record in the place of the one of its name, or as one more, while the context lasts."""
-    before = BACKENDS.get(backend.name)
-    BACKENDS[backend.name] = backend
-    try:
-        yield
-    finally:
-        if before is None:
-            del BACKENDS[backend.name]
-        else:
-            BACKENDS[backend.name] = before

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,20 @@ MAY = {
     "tools/doctor.py": "says what this machine has",
     "_torch_compat/compute.py": "what Inductor lacks",
 }
+
+
+@contextmanager
+def instead(record: backend.Backend) -> Iterator[None]:
+    """Uses a record in the place of the one of its name, or as one more, while the context lasts."""
+    before = backend.BACKENDS.get(record.name)
+    backend.BACKENDS[record.name] = record
+    try:
+        yield
+    finally:
+        if before is None:
+            del backend.BACKENDS[record.name]
+        else:
+            backend.BACKENDS[record.name] = before
 
 
 def compares_kinds(node: ast.AST) -> bool:
@@ -119,12 +135,12 @@ def test_a_record_in_the_place_of_the_cpus_decides() -> None:
     calls = Counting()
     abacus = replace(backend.CPU, calls=calls, fetch_ahead=3, disk_by_host=True)
     plain, without = made()
-    with backend.instead(abacus):
+    with instead(abacus):
         other, leaves = made()
         assert route(other.program, DEVICE, DISK) == (HOST, DISK)
         assert measured_peak(lambda: 1) == (1, 600)
         assert calls.said[-3:] == ["synchronize", "watch", "synchronize"]
-    with backend.instead(replace(backend.CPU, records_graphs=True)):
+    with instead(replace(backend.CPU, records_graphs=True)):
         spec = fzero.Spec(loss=squared, optimizer=fzero.optim.sgd(0.1))
         whole = fzero.lower(spec, drawn(), torch.ones(4, 8), world_size=1)
     assert route(plain.program, DEVICE, DISK) == (DISK,)
@@ -151,6 +167,6 @@ def test_an_unknown_device_is_nobodys() -> None:
     assert not backend.of("meta").on_host
     assert backend.of_transport("shared") is backend.CPU
     assert backend.of_transport("nccl") is backend.CUDA
-    with backend.instead(replace(backend.CPU, name="abacus", transports=("beads",))):
+    with instead(replace(backend.CPU, name="abacus", transports=("beads",))):
         assert backend.of_transport("beads").name == "abacus"
     assert backend.of_transport("beads") is backend.CPU
