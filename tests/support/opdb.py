@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
 import fzero
 from fzero.ir import fx_nodes, fx_values
-from fzero.kernels import kernel_for
+from fzero.ir.op_info import kernel_for
 from fzero.runtime import handlers
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
