@@ -1,0 +1,211 @@
+"""place_table: the places that a trace read or wrote, and which of them stay to be compared.
+
+`reading` fills the table while the lines run; `kept` drops what is the trace's own. A number that the functions read
+and change is refused: it would be counted once.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fzero.capture.provenance import defined_at
+from fzero.capture.reads import host_draws, read_places
+from fzero.capture.reads.cells import Cells
+from fzero.capture.reads.frames import USER, kind_of_code
+from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, MISSING, ReadPlace, Spot
+from fzero.errors import CaptureError
+
+PlaceId = tuple[str, int, Any]
+
+
+@dataclass
+class _Written:
+    """A place that the traced functions write to: its value before, and whether the line that writes it also
+    reads it, as a count does (the longest sequence so far is written, too, but it is no count)."""
+
+    before: Any
+    name: str
+    where: str
+    from_itself: bool
+
+
+@dataclass
+class PlaceTable:
+    """Only its methods write to it."""
+
+    places: dict[PlaceId, ReadPlace] = field(default_factory=dict)
+    written: dict[PlaceId, _Written] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)  # ids of containers that a method call changed
+    ended: dict[int, Any] = field(default_factory=dict)  # by id, objects that were given to what may read all of them
+    used: set[PlaceId] = field(default_factory=set)  # places that a line reads which does not write them
+    cells: Cells = field(default_factory=Cells)
+
+    # --- while the trace runs
+
+    def use(self, place: ReadPlace) -> None:
+        """A line reads it and does not write it."""
+        self.used.add(_id(place))
+
+    def write(self, spot: Spot, before: Any, name: str, where: str, from_itself: bool) -> None:
+        """A line writes to a place. before: its value then. from_itself: the line also reads it."""
+        self.written.setdefault((spot[0], id(spot[1]), spot[2]), _Written(before, name, where, from_itself))
+
+    def change(self, container: Any) -> None:
+        """A line changes what a container holds."""
+        self.changed.add(id(container))
+
+    def note(self, spot: Spot, name: str, where: str, parent: ReadPlace | None, value: Any = MISSING) -> ReadPlace:
+        """The place of a spot, noted at its first use. parent: that of its holder."""
+        kind, holder, key = spot
+        known = (kind, id(holder), key)
+        if known not in self.places:
+            self.used.discard(known)
+            place = ReadPlace(kind, holder, key, name, where, value, parent)
+            place.value = place.now() if value is MISSING else value
+            self.places[known] = place
+        return self.places[known]
+
+    def end(self, value: Any, name: str, where: str, parent: ReadPlace | None, depth: int) -> None:
+        """At the end of a chain: a function is known by its code, and what a container holds is noted."""
+        if isinstance(value, types.MethodType):
+            value = value.__func__
+        if isinstance(value, functools.partial):
+            self._given(value, name, where, parent)
+            return
+        if isinstance(value, types.FunctionType):
+            self.cells.know(value)
+            return
+        self.ended[id(value)] = value
+        known_module = isinstance(value, nn.Module) and (ENTRY, id(vars(value)), "training") in self.places
+        parts = read_places.contents(value, depth) if depth < read_places.DEEP and not known_module else []
+        if any(read_places.is_traced(ReadPlace(*spot, "", "", None).now()) for spot, _ in parts):
+            return
+        for spot, end in parts:
+            place = self.note(spot, name + end, where, parent)
+            self.use(place)
+            if not isinstance(value, nn.Module):
+                self.end(place.value, place.name, where, place, depth + 1)
+
+    def _given(self, fn: functools.partial[Any], name: str, where: str, parent: ReadPlace | None) -> None:
+        """Notes a partial's function and arguments; what it reads of these, the lines of the user's function name."""
+        users = isinstance(fn.func, types.FunctionType) and kind_of_code(fn.func.__code__, fn.func.__globals__) == USER
+        self.end(fn.func, name, where, parent, 0)
+        for spot, end in read_places.contents(fn):
+            place = self.note(spot, name + end, where, parent)
+            for inner, key in read_places.contents(place.value):
+                part = self.note(inner, name + end + key, where, place)
+                self.use(part)
+                if not users:
+                    self.end(part.value, part.name, where, part, 1)
+
+    # --- after it
+
+    def resolve(self, codes: Iterable[types.CodeType]) -> None:
+        """Finds the cells of the user's functions that ran, and notes the functions' defaults."""
+        self._resolve_cells(codes)
+        self._defaults(codes)
+
+    def kept(self) -> list[ReadPlace]:
+        """What stays to be compared. Raises CaptureError for a number that the functions count."""
+        for known, written in self.written.items():
+            self._refuse_count(written, self.places.get(known))
+        for place in self.places.values():
+            place.whole = id(place.value) in self.ended
+        self.ended.clear()
+        own = {id(place) for known, place in self.places.items() if self._is_own(known, place)}
+        for known in [known for known, place in self.places.items() if any(id(p) in own for p in _line_of(place))]:
+            del self.places[known]
+        self._drop_short_lived()
+        self._drop_within()
+        return list(self.places.values())
+
+    def _drop_short_lived(self) -> None:
+        """Drops the places of objects that only these places hold: the traced functions made them, and left them."""
+        while True:
+            ours = Counter(id(x) for place in self.places.values() for x in (place.holder, place.value))
+            gone = [
+                known
+                for known, place in self.places.items()
+                if host_draws.references(place.holder) <= ours[id(place.holder)]
+            ]
+            left = {id(self.places.pop(known)) for known in gone}
+            for place in self.places.values():
+                place.parent = None if id(place.parent) in left else place.parent
+            if not gone:
+                return
+
+    def _drop_within(self) -> None:
+        """Drops what is noted of modules within a module of which all parts are: the outer one's places tell it too."""
+        noted = [p for p in self.places.values() if p.kind == read_places.COPY and isinstance(p.holder, nn.Module)]
+        inner = {id(part) for p in noted for part in p.holder.modules() if part is not p.holder}
+        for known in [k for k, p in self.places.items() if p.kind == read_places.COPY and id(p.holder) in inner]:
+            del self.places[known]
+
+    def _is_own(self, known: PlaceId, place: ReadPlace) -> bool:
+        """Whether a place is the traced functions' own: they write to it, or its value is of the trace."""
+        own = known in self.written or place.holder is None or read_places.is_traced(place.value)
+        sized = place.kind in (read_places.COPY, read_places.ITEM) and id(place.holder) in self.changed
+        return own or sized or not place.holds(place.now())
+
+    def _refuse_count(self, written: _Written, place: ReadPlace | None) -> None:
+        if place is None or not written.from_itself or _id(place) not in self.used:
+            return
+        now = place.now()
+        if (
+            read_places.is_number(written.before)
+            and read_places.is_number(now)
+            and not read_places.same(written.before, now)
+        ):
+            raise CaptureError(
+                f"{written.name}, which {place.where} reads, is changed by {written.where} from {written.before!r} to "
+                f"{now!r}: that happens once, when the step is traced, and not at each step. Count in the state "
+                "(Spec(step=...), or the optimizer's count), or pass the number in the batch as a tensor"
+            )
+
+    def _resolve_cells(self, codes: Iterable[types.CodeType]) -> None:
+        """Puts the cells of outer functions' variables in the places of their stand-ins."""
+        self.cells.find(codes)
+        for stand_in in self.cells.stand_ins.values():
+            known = (ATTRIBUTE, id(stand_in), "cell_contents")
+            place, written = self.places.pop(known, None), self.written.pop(known, None)
+            cell = self.cells.cell(stand_in)
+            if cell is None:
+                continue
+            read = known in self.used
+            known = (ATTRIBUTE, id(cell), "cell_contents")
+            self.used |= {known} if read else set()
+            if written is not None:
+                self.written.setdefault(known, written)
+            if place is not None:
+                place.holder = cell
+                self.places.setdefault(known, place)
+        self.cells.stand_ins.clear()
+
+    def _defaults(self, codes: Iterable[types.CodeType]) -> None:
+        """Notes the defaults of the user's functions that ran."""
+        for fn in (fn for code in codes for fn in self.cells.functions.get(code, ())):
+            for part in ("__defaults__", "__kwdefaults__"):
+                if values := getattr(fn, part):
+                    name = f"{fn.__name__}.{part}"
+                    place = self.note((ATTRIBUTE, fn, part), name, defined_at(fn), None)
+                    for spot, end in read_places.contents(values):  # what is read of these, the function's lines name
+                        self.use(self.note(spot, name + end, defined_at(fn), place))
+
+
+def _id(place: ReadPlace) -> PlaceId:
+    return place.kind, id(place.holder), place.key
+
+
+def _line_of(place: ReadPlace) -> Iterator[ReadPlace]:
+    """A place, and those that its holder came from."""
+    at: ReadPlace | None = place
+    while at is not None:
+        yield at
+        at = at.parent
