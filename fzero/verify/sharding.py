@@ -5,8 +5,7 @@ a local graph claims a type for each value (`fzero.shard.claims`). Here no claim
 
 - a call is a call of the global op under one of the strategies that the rules allow for the types of its operands,
   with the arguments that the rule says;
-- a transfer, and the copies and views around it, are followed back from elements of the result to the elements that
-  they come from, and these are the ones that both placements say;
+- a transfer, and the copies and views around it, bring the elements that both placements say (`element_ways`);
 - a local form is the form of the rules;
 - the results are what was captured, where the plan says.
 
@@ -16,12 +15,10 @@ are joined along another dim are all refused.
 
 from __future__ import annotations
 
-import itertools
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -29,13 +26,12 @@ from torch import fx
 from fzero._torch_compat import OpOverload
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, fx_values
-from fzero.shard import ops
 from fzero.shard.claims import Claim, claim_of, constrains, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
-from fzero.shard.moves import VIEWS
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
+from fzero.verify.element_ways import ElementWays, refusal, refuse
 
 aten = torch.ops.aten
 R = Replicated()
@@ -74,6 +70,7 @@ class _Typing:
         self.whole, self.n, self.axis, self.inner = whole, n, axis, inner
         self.names = {node.name: node for node in whole.graph.nodes}
         self.types: dict[fx.Node, _Type] = {}
+        self.ways = ElementWays(n, axis, self._is_rank)
         self.several: dict[fx.Node, tuple[fx.Node, tuple[Placement, ...]]] = {}  # calls with several results
 
     def run(self, local: fx.GraphModule, inputs: Sequence[Placement], outputs: Sequence[Placement]) -> None:
@@ -89,12 +86,12 @@ class _Typing:
                 self._proven(node)
         wanted, results = fx_nodes.outputs(self.whole.graph), fx_nodes.outputs(local.graph)
         if len(results) != len(wanted):
-            self._refuse(fx_nodes.output(local.graph), f"has {len(results)} values, the captured step {len(wanted)}")
+            refuse(fx_nodes.output(local.graph), f"has {len(results)} values, the captured step {len(wanted)}")
         for node, x, placement in zip(results, wanted, outputs, strict=True):
             if isinstance(x, fx.Node):
                 found = self.types.get(node)
                 if found is None or found.of is not x or found.placement != placement:
-                    self._refuse(node, f"is to be {x.name} as {placement}, and is {self._shown(node)}")
+                    refuse(node, f"is to be {x.name} as {placement}, and is {self._shown(node)}")
 
     # --- one node
 
@@ -106,7 +103,7 @@ class _Typing:
             raise
         except Exception as error:
             what = f"cannot be what is claimed, {claim_of(node)}: {type(error).__name__}: {error}"
-            raise self._refusal(node, what) from error
+            raise refusal(node, what) from error
 
     def _node(self, node: fx.Node) -> None:
         """Proves the claim of a node; a node without one is on the way to another that has."""
@@ -118,14 +115,14 @@ class _Typing:
             return
         claim = claim_of(node)
         if claim is None and isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            self._refuse(node, "writes into a value, and nothing is said of it")
+            refuse(node, "writes into a value, and nothing is said of it")
         if claim is None or claim.kind == "move":
             self._sized(node)
         if claim is None:
             return
         x = self.names.get(claim.of)
         if x is None:
-            self._refuse(node, f"is said to be {claim.of}, which is not in the captured step")
+            refuse(node, f"is said to be {claim.of}, which is not in the captured step")
         proof: dict[str, Callable[[fx.Node, fx.Node, Claim], tuple[Placement, ...]]] = {
             "call": self._call, "move": self._moved, "form": self._form, "addend": self._addend, "region": self._region,
         }  # fmt: skip
@@ -154,16 +151,16 @@ class _Typing:
         given = self._given(node, x, operands)
         if constrains(x, self.axis):
             if node.target is not aten.alias.default or given != (constraint(x),):
-                self._refuse(node, f"is to be {x.name} as {constraint(x)}, where the user wants it")
+                refuse(node, f"is to be {x.name} as {constraint(x)}, where the user wants it")
             return given
         allowed = [s for s in self._strategies(x, given, claim) if s.inputs == given and not s.local]
         if not allowed:
             lies = ", ".join(f"{a.name} {p}" for a, p in zip(Call.of(x).operands, given, strict=True))
-            self._refuse(node, f"no rule lets {x.target} work on {lies}")
+            refuse(node, f"no rule lets {x.target} work on {lies}")
         for strategy in allowed:
             if strategy.outputs == claim.placements and self._same_call(node, x, strategy):
                 return strategy.outputs
-        self._refuse(node, f"is no part of {x.name} = {x.format_node()} on operands {', '.join(map(str, given))}")
+        refuse(node, f"is no part of {x.name} = {x.format_node()} on operands {', '.join(map(str, given))}")
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         found: list[fx.Node] = []
@@ -175,10 +172,10 @@ class _Typing:
         wanted = Call.of(x).operands
         types = [self._type(a) for a in operands]
         if len(types) != len(wanted):
-            self._refuse(node, f"takes {len(types)} tensors, {x.name} takes {len(wanted)}")
+            refuse(node, f"takes {len(types)} tensors, {x.name} takes {len(wanted)}")
         for a, found, want in zip(operands, types, wanted, strict=True):
             if found is None or found.of is not want:
-                self._refuse(node, f"reads {self._shown(a)} where {x.name} reads {want.name}")
+                refuse(node, f"reads {self._shown(a)} where {x.name} reads {want.name}")
         return tuple(t.placement for t in types if t is not None)
 
     def _type(self, node: fx.Node) -> _Type | None:
@@ -219,7 +216,7 @@ class _Typing:
             _, results, same = traced(claim.form, args, kwargs, rank, self.n, self.axis)
             if _equal(results[claim.result], node, same):
                 return (strategy.outputs[claim.result],)
-        self._refuse(node, f"is no local form {claim.form!r} of {x.name} on {', '.join(map(str, given))}")
+        refuse(node, f"is no local form {claim.form!r} of {x.name} on {', '.join(map(str, given))}")
 
     def _addend(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
         """A number that all ranks have, kept by the first alone: with zeros of the others it is a sum."""
@@ -228,9 +225,9 @@ class _Typing:
         first = isinstance(mask, fx.Node) and mask.target is aten.ne.Scalar and mask.args[1] == 0
         rank = self.types.get(fx_nodes.operand(mask)) if isinstance(mask, fx.Node) and first else None
         if node.target is not aten.masked_fill.Scalar or zero != 0 or not rank or rank.of is not None:
-            self._refuse(node, f"is to be {x.name} on the first rank, and zero on the others")
+            refuse(node, f"is to be {x.name} on the first rank, and zero on the others")
         if found != _Type(x, R):
-            self._refuse(node, f"takes {self._shown(value)} for all of {x.name}")
+            refuse(node, f"takes {self._shown(value)} for all of {x.name}")
         return (Partial(),)
 
     def _region(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
@@ -240,68 +237,36 @@ class _Typing:
         operands = self._operands(node)
         wanted: list[fx.Node] = list(x.args[0])  # type: ignore[arg-type]
         if len(operands) < len(wanted):
-            self._refuse(node, f"reads {len(operands)} values, and {x.name} reads {len(wanted)}")
+            refuse(node, f"reads {len(operands)} values, and {x.name} reads {len(wanted)}")
         for a, want, placement in zip(operands, wanted, inputs, strict=False):
             if self._type(a) != _Type(want, placement):
-                self._refuse(node, f"reads {self._shown(a)} where it needs {want.name} as {placement}")
+                refuse(node, f"reads {self._shown(a)} where it needs {want.name} as {placement}")
         rest = operands[len(wanted) :]
         if len(rest) != reads_rank or any(self.types.get(a) != _Type(None, R) for a in rest):
-            self._refuse(
-                node, f"reads {len(rest)} values beside those of {x.name}, and the rank {int(reads_rank)} times"
-            )
+            refuse(node, f"reads {len(rest)} values beside those of {x.name}, and the rank {int(reads_rank)} times")
         if node.args[1:] != x.args[1:]:
-            self._refuse(node, f"is not {x.format_node()}")
+            refuse(node, f"is not {x.format_node()}")
         return tuple(outputs)
 
-    # --- transfers
-
     def _moved(self, node: fx.Node, x: fx.Node, claim: Claim) -> tuple[Placement, ...]:
-        """A value brought to another placement. Elements of the result, at the borders of what the ranks hold, are
-        followed back to those that they come from."""
-        (source,) = claim.given
-        (want,) = claim.placements
-        if isinstance(want, Partial):
-            self._refuse(node, f"is moved to {want}: what is to be added is never sent")
+        """A value brought to another placement."""
+        (source,), (want,) = claim.given, claim.placements
         found = self.types.get(source)
         if found is None or found.of is not x:
-            self._refuse(node, f"moves {self._shown(source)} as {x.name}")
-        start = {source, *_bases(source)}
-        shape = tuple(x.meta["val"].shape)
-        here = tuple(node.meta["val"].shape)
-        if here != local_shape(shape, want, self.n):
-            self._refuse(node, f"has shape {list(here)}: {x.name} of shape {list(shape)} as {want} has another")
-        cuts = [p for p in (found.placement, want) if isinstance(p, Shard)]
-        units = {p.dim: min(shape[q.dim] // (q.groups * self.n) for q in cuts if q.dim == p.dim) for p in cuts}
-        for rank in sorted({0, min(1, self.n - 1), self.n - 1}):
-            for place in _borders(here, units):
-                came = _Origin(self, start).of(node, rank, _flat(place, here))
-                if came != self._expected(found.placement, want, shape, rank, place):
-                    self._refuse(node, f"is to bring {x.name} from {found.placement} to {want}, and brings others")
+            refuse(node, f"moves {self._shown(source)} as {x.name}")
+        self.ways.check(node, x, source, found.placement, want)
         return (want,)
 
-    def _expected(
-        self, source: Placement, want: Placement, shape: Sequence[int], rank: int, place: Sequence[int]
-    ) -> tuple[str, frozenset[tuple[int, int]]]:
-        """(how they are joined, the ranks and elements of the source) of one element under `want`."""
-        spot = _whole_place(want, shape, self.n, rank, place)
-        if isinstance(source, Partial):
-            return source.how, frozenset((r, _flat(spot, shape)) for r in range(self.n))
-        if isinstance(source, Replicated):
-            return "", frozenset({(rank, _flat(spot, shape))})
-        assert isinstance(source, Shard), f"{source} is no placement of a value by its dims"
-        dim, groups = source.dim, source.groups
-        own = shape[dim] // (groups * self.n)
-        group, rest = divmod(spot[dim], own * self.n)
-        owner, inside = divmod(rest, own)
-        there = (*spot[:dim], group * own + inside, *spot[dim + 1 :])
-        return "", frozenset({(owner, _flat(there, local_shape(shape, source, self.n)))})
+    def _is_rank(self, node: Any) -> bool:
+        found = self.types.get(node)
+        return found is not None and found.of is None
 
     # --- words
 
     def _shaped(self, node: fx.Node, x: fx.Node, placement: Placement) -> None:
         value, whole = node.meta["val"], x.meta["val"]
         if tuple(value.shape) != local_shape(whole.shape, placement, self.n) or value.dtype is not whole.dtype:
-            self._refuse(node, f"has shape {list(value.shape)}: {x.name} as {placement} has another")
+            refuse(node, f"has shape {list(value.shape)}: {x.name} as {placement} has another")
 
     def _sized(self, node: fx.Node) -> None:
         """A node that no rule speaks of has the shape that its arguments give: ways of elements go by it."""
@@ -309,136 +274,13 @@ class _Typing:
         values = fx_values.tensors(node.target(*args, **kwargs))  # type: ignore[operator]
         for value, held in zip(values, fx_values.tensors(node.meta["val"]), strict=True):
             if value.shape != held.shape or value.dtype is not held.dtype:
-                self._refuse(node, f"has shape {list(held.shape)}; by its arguments it has {list(value.shape)}")
+                refuse(node, f"has shape {list(held.shape)}; by its arguments it has {list(value.shape)}")
 
     def _shown(self, node: Any) -> str:
         found = self._type(node) if isinstance(node, fx.Node) else None
         if found is None:
             return f"{node}, of which nothing is proven"
         return f"{found.of.name if found.of is not None else 'the rank'} as {found.placement}"
-
-    def _refuse(self, node: Any, what: str) -> NoReturn:
-        raise self._refusal(node, what)
-
-    def _refusal(self, node: Any, what: str) -> VerifyError:
-        line = node.meta.get("source", "") if isinstance(node, fx.Node) else ""
-        return VerifyError(f"[sharding] {node} {line}: {what}".replace(" :", ":"))
-
-
-class _Origin:
-    """Where elements come from. start: the nodes at which a way ends: the value that is moved, and what it views."""
-
-    def __init__(self, typing: _Typing, start: set[fx.Node]) -> None:
-        self.typing, self.start, self.how = typing, start, ""
-
-    def of(self, node: fx.Node, rank: int, at: int) -> tuple[str, frozenset[tuple[int, int]]]:
-        """(how they are joined, the (rank, element)s) of element `at` of a node on a rank."""
-        found = list(self._of(node, rank, at))
-        if len(set(found)) < len(found):
-            self.typing._refuse(node, "adds an element twice")
-        return self.how, frozenset(found)
-
-    def _of(self, node: fx.Node, rank: int, at: int) -> Iterator[tuple[int, int]]:
-        if node in self.start:
-            yield rank, at
-            return
-        n, target = self.typing.n, node.target
-        if target in ops.TRANSFERS or str(target) == "fzero.reduce.default":
-            yield from self._transferred(node, rank, at)
-        elif target is ops.OWN_PART:
-            whole, own, ranks, dim, groups = node.args
-            typed = self.typing.types.get(own)  # type: ignore[arg-type]
-            if typed is None or typed.of is not None or ranks != n:
-                self.typing._refuse(node, "takes the part of another rank")
-            shape = tuple(whole.meta["val"].shape)  # type: ignore[union-attr]
-            place = _unflat(at, tuple(node.meta["val"].shape))
-            spot = _whole_place(Shard(int(str(dim)), int(str(groups))), shape, n, rank, place)
-            yield from self._of(fx_nodes.operand(node), rank, _flat(spot, shape))
-        elif target in VIEWS or target is aten.clone.default:
-            yield from self._of(fx_nodes.operand(node), rank, at)
-        elif target is aten.permute.default:
-            source = fx_nodes.operand(node)
-            place = _unflat(at, tuple(node.meta["val"].shape))
-            order: list[int] = list(node.args[1])  # type: ignore[arg-type]
-            back = [place[order.index(d)] for d in range(len(order))]
-            yield from self._of(source, rank, _flat(back, tuple(source.meta["val"].shape)))
-        else:
-            self.typing._refuse(node, f"{target} is on the way of a transfer")
-
-    def _transferred(self, node: fx.Node, rank: int, at: int) -> Iterator[tuple[int, int]]:
-        n, source = self.typing.n, fx_nodes.operand(node)
-        if node.target in ops.TRANSFERS:
-            kind, axis, ranks = ops.TRANSFERS[node.target], node.args[1], node.args[2]
-            how = str(node.args[3]) if kind == "all_reduce" else "sum"
-        else:
-            kind, axis, ranks, how = "all_reduce", node.args[2], n, str(node.args[1])
-        if (axis, ranks) != (self.typing.axis, n):
-            self.typing._refuse(node, f"runs over {ranks} ranks of {axis}, not {n} of {self.typing.axis}")
-        size = source.meta["val"].numel()
-        if kind in ("all_reduce", "reduce_scatter"):
-            if self.how:
-                self.typing._refuse(node, "is a sum of sums over the same ranks")
-            self.how = how
-            offset = rank * (size // n) if kind == "reduce_scatter" else 0
-            for other in range(n):
-                self.how, before = "", self.how
-                yield from self._of(source, other, offset + at)
-                if self.how:
-                    self.typing._refuse(node, "is a sum of sums over the same ranks")
-                self.how = before
-        elif kind == "all_gather":
-            yield from self._of(source, at // size, at % size)
-        else:
-            part = size // n
-            yield from self._of(source, at // part, rank * part + at % part)
-
-
-def _bases(node: fx.Node) -> Iterator[fx.Node]:
-    """What a contiguous value is a view of, with the same elements in the same order."""
-    while node.target in VIEWS and fx_nodes.operand(node).meta["val"].is_contiguous():
-        node = fx_nodes.operand(node)
-        yield node
-
-
-def _borders(shape: Sequence[int], units: Mapping[int, int]) -> Iterator[tuple[int, ...]]:
-    """Places of a tensor: the first, second, middle and last of each dim, with the first and the last of all others,
-    and some in between. units: of dims that are cut, the elements of a piece: the first and last of each piece too."""
-    if not math.prod(shape):
-        return
-    found = [{0, min(1, s - 1), s // 3, s // 2, 2 * s // 3, s - 1} for s in shape]
-    for d, unit in units.items():
-        starts = range(0, shape[d], max(unit, 1))
-        found[d] |= {*starts, *(start - 1 for start in starts if start)}
-    edges = [sorted(own) for own in found]
-    for d, own in enumerate(edges):
-        for ends in (0, -1):
-            for place in own:
-                yield tuple(place if e == d else edges[e][ends] for e in range(len(shape)))
-    yield from itertools.islice(itertools.product(*edges), 0, 64)
-
-
-def _flat(place: Sequence[int], shape: Sequence[int]) -> int:
-    at = 0
-    for p, s in zip(place, shape, strict=True):
-        at = at * s + p
-    return at
-
-
-def _unflat(at: int, shape: Sequence[int]) -> tuple[int, ...]:
-    place = []
-    for s in reversed(shape):
-        at, p = divmod(at, s)
-        place.append(p)
-    return tuple(reversed(place))
-
-
-def _whole_place(want: Placement, shape: Sequence[int], n: int, rank: int, place: Sequence[int]) -> tuple[int, ...]:
-    """Where in the whole value an element of a rank's part lies."""
-    if not isinstance(want, Shard):
-        return tuple(place)
-    own = shape[want.dim] // (want.groups * n)
-    group, inside = divmod(place[want.dim], own)
-    return (*place[: want.dim], (group * n + rank) * own + inside, *place[want.dim + 1 :])
 
 
 def _plain(value: Any) -> Any:
