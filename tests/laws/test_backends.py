@@ -29,7 +29,7 @@ MAY = {
     "profile/record.py": "events on the computing stream",
     "comm/group.py": "which of torch's process groups is which",
     "comm/transport.py": "which of them is NCCL",
-    "tools/doctor.py": "says what this machine has",
+    "tools/machine_probes.py": "says what this machine has",
     "_torch_compat/compute.py": "what Inductor lacks",
 }
 

@@ -17,8 +17,9 @@ from fzero import cli
 from fzero.comm import selftest
 from fzero.comm.selftest import LoopbackError, TransportResult
 from fzero.disk import direct
-from fzero.tools import doctor
-from fzero.tools.doctor import Finding, guarded, healthy, line
+from fzero.tools import machine_probes, speed_probes
+from fzero.tools.doctor import guarded
+from fzero.tools.finding import Finding, healthy, line
 
 
 def by_name(findings: Any) -> dict[str, Finding]:
@@ -63,8 +64,8 @@ def test_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 def test_what_is_missing_and_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"torch": "2.10.1+cpu", "numpy": "1.26", "optree": None, "rich": None, "safetensors": "0.10.0rc1"}
-    monkeypatch.setattr(doctor, "_version", lambda name: found.get(name, "99.0"))
-    told = by_name(doctor.versions())
+    monkeypatch.setattr(machine_probes, "_version", lambda name: found.get(name, "99.0"))
+    told = by_name(machine_probes.versions())
     assert (told["torch"].status, told["torch"].fix) == ("missing", "pip install 'torch>=2.11'")
     assert (told["optree"].status, told["optree"].text) == ("missing", "not installed")
     assert told["numpy"].status == told["safetensors"].status == "ok"
@@ -95,14 +96,14 @@ def test_a_probe_that_fails_or_hangs_is_a_finding() -> None:
 
 
 def test_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (gone,) = guarded("disk", 10, lambda: doctor.disk(tmp_path / "none", 1))
+    (gone,) = guarded("disk", 10, lambda: speed_probes.disk(tmp_path / "none", 1))
     assert gone.status == "missing"
     assert "FileNotFoundError" in gone.text
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
-    (full,) = doctor.disk(tmp_path, 64)
+    (full,) = speed_probes.disk(tmp_path, 64)
     assert (full.status, full.needed) == ("missing", True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 << 20))
-    (little,) = doctor.disk(tmp_path, 64)
+    (little,) = speed_probes.disk(tmp_path, 64)
     assert little.status == "warning"
     assert "(4 MB)" in little.text  # a tenth of what is free
     assert list(tmp_path.iterdir()) == []
@@ -112,7 +113,7 @@ def test_a_disk_to_offload_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Memory is no disk; a disk without direct I/O is named as one; one that is full is not written to."""
     with monkeypatch.context() as patch:
         patch.setattr(direct, "in_memory", lambda fd: "tmpfs")
-        (memory,) = doctor.offload(tmp_path, 1)
+        (memory,) = speed_probes.offload(tmp_path, 1)
     assert (memory.status, memory.needed) == ("warning", False)
     assert memory.text == "lies on tmpfs, which is memory: name a folder on a disk with Spec(nvme_path=)"
     assert memory.fix == "only offload to nvme needs it: name a folder on a disk with --dir to try that one"
@@ -120,37 +121,37 @@ def test_a_disk_to_offload_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(direct, "alignment", lambda fd: direct.Direct(4, 512))
         patch.setattr(direct, "turn_on", lambda fd: True)
-        (right,) = doctor.offload(tmp_path, 1)
+        (right,) = speed_probes.offload(tmp_path, 1)
     assert right.status == "ok"
     assert right.text.startswith("direct I/O (memory at 4, ranges at 512 bytes); ")
     assert (right.figures["memory_alignment_bytes"], right.figures["offset_alignment_bytes"]) == (4, 512)
     monkeypatch.setattr(direct, "alignment", lambda fd: direct.Direct())
-    (buffered,) = doctor.offload(tmp_path, 1)
+    (buffered,) = speed_probes.offload(tmp_path, 1)
     assert buffered.status == "warning"
     assert buffered.text.startswith("no direct I/O: through the page cache; ")
     assert buffered.figures["direct"] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
-    (full,) = doctor.offload(tmp_path, 64)
+    (full,) = speed_probes.offload(tmp_path, 64)
     assert full.text == "too little is free to write anything"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_compiler_and_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "inductor_lacks", lambda _: "no C++ compiler was found")
-    monkeypatch.delattr(doctor.os, "memfd_create", raising=False)
-    assert by_name(doctor.compilers())["c++"].status == "warning"
-    memory = by_name(doctor.shared_memory())["shared memory"]
+    monkeypatch.setattr(machine_probes, "inductor_lacks", lambda _: "no C++ compiler was found")
+    monkeypatch.delattr(machine_probes.os, "memfd_create", raising=False)
+    assert by_name(machine_probes.compilers())["c++"].status == "warning"
+    memory = by_name(machine_probes.shared_memory())["shared memory"]
     assert (memory.status, memory.text) == ("warning", "this system has no memfd_create")
 
 
 def test_spans() -> None:
-    assert doctor._spans([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert machine_probes._spans([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 @pytest.mark.acceptance
 def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
-    (found,) = doctor.transfers()
+    (found,) = speed_probes.transfers()
     assert found.status == "missing"
     assert found.text.startswith("rank ")
     assert "GLOO_SOCKET_IFNAME" in found.fix

@@ -18,8 +18,8 @@ import fzero
 from benchmarks import link
 from fzero.comm import rendezvous, selftest
 from fzero.ir.mesh import Mesh
-from fzero.tools import doctor, placement
-from fzero.tools.doctor import line
+from fzero.tools import placement, speed_probes
+from fzero.tools.finding import line
 
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "two_nodes.py"
 
@@ -31,7 +31,7 @@ def torchrun(world: int, local: int, rank: int = 0, **more: str) -> dict[str, st
 
 
 def told(mesh: str, environ: dict[str, str]) -> list[str]:
-    return [" ".join(text.split()) for one in doctor.links(mesh, environ) for text in line(one).splitlines()]
+    return [" ".join(text.split()) for one in speed_probes.links(mesh, environ) for text in line(one).splitlines()]
 
 
 def test_a_mesh_whose_last_axis_stays_inside_a_node() -> None:

@@ -70,7 +70,7 @@ from fzero.runtime.interpreter import interpret
 from fzero.session.session import session_of
 from fzero.state import storage
 from fzero.state.host_memory import host_memory
-from fzero.tools import doctor
+from fzero.tools import machine_probes
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
@@ -338,14 +338,16 @@ def memory_is_measured() -> None:
 @scenario(1)
 def the_doctor_looks() -> None:
     found = {
-        one.name: one for probe in (doctor.cuda, doctor.backends, doctor.compilers, doctor.limits) for one in probe()
+        one.name: one
+        for probe in (machine_probes.cuda, machine_probes.backends, machine_probes.compilers, machine_probes.limits)
+        for one in probe()
     }
     assert f"capability {'.'.join(map(str, torch.cuda.get_device_capability()))}" in found["cuda:0"].text
     assert not STANDIN or found["cuda:1"].text.startswith("stand-in, 64.0 GiB of 64.0 GiB free")
     assert found["nccl"].text == "available"
     assert found["triton"].status == "ok"
     with mock.patch.object(torch._C, "_cuda_getDeviceCount", return_value=0):
-        assert "sees none" in next(doctor.cuda()).text
+        assert "sees none" in next(machine_probes.cuda()).text
         with fails(fzero.SpecError, "sees no CUDA device"):
             started("cuda")
     state = fzero.lower(fzero.Spec(loss=loss, optimizer=optim.adamw(1e-2), device="cuda"), init, data(0), world_size=2)

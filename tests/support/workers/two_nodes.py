@@ -11,7 +11,7 @@ import torch
 
 import fzero
 from fzero.session.session import session_of
-from fzero.tools import doctor
+from fzero.tools import finding, speed_probes
 
 
 def digest(leaf: torch.Tensor) -> str:
@@ -20,7 +20,9 @@ def digest(leaf: torch.Tensor) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    told = [" ".join(doctor.line(one).split()) for one in doctor.links("pp=2", os.environ) if one.name == "mesh pp"]
+    told = [
+        " ".join(finding.line(one).split()) for one in speed_probes.links("pp=2", os.environ) if one.name == "mesh pp"
+    ]
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)  # the doctor's store may still be there
     init, loss = cases.gpt(64, 16, 4, 2)
     spec = fzero.Spec(
