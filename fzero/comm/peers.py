@@ -25,9 +25,10 @@ import struct
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -44,7 +45,7 @@ DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 @dataclass
 class _Peer:
-    """Another rank: its socket, its arenas as mapped here, and its signals. Written by the methods of
+    """Another rank: its socket, its arenas as mapped here, and its signals. Written by its own methods and those of
     `SharedMemoryPeers` alone.
 
     offers: by transfer, the bytes, and whether the peer waits for `READ`. expected: by transfer, the tensor into which
@@ -59,6 +60,62 @@ class _Peer:
     expected: dict[int, torch.Tensor] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     end: str = ""  # "closed" when it said goodbye, "died" when it did not
+
+    def heard(self, message: bytes, attached: Sequence[tuple[int, int, bytes]]) -> int:
+        """Takes in a message; an empty one is the end of the socket. Returns its number."""
+        kind, number, arena, offset, size = HEAD.unpack_from(message) if message else (BYE, 0, 0, 0, 0)
+        if kind == READY:
+            self.offers[number] = (self.arenas[arena].narrow(0, offset, size), True)
+        elif kind == LETTER:
+            letter = bytearray(message[HEAD.size :])
+            self.offers[number] = (
+                torch.frombuffer(letter, dtype=torch.uint8) if size else torch.empty(0).byte(),
+                False,
+            )
+        elif kind == READ:
+            self.read.add(number)
+        elif kind == ARENA:
+            (descriptor,) = struct.unpack("i", attached[0][2])
+            try:
+                self.arenas[number] = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+        elif kind == DROPPED:
+            self.arenas.pop(number, None)
+        else:
+            self.end = "closed" if message else "died"
+        return number
+
+
+class _OwnArenas:
+    """The arenas of this rank. places: address and bytes, by number. dropped: those that died since peers heard of
+    it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.places: dict[int, tuple[int, int]] = {}
+        self.dropped: deque[int] = deque()
+
+    def allocate(self, num_bytes: int, announce: Callable[[bytes, int], None]) -> torch.Tensor:
+        """announce: sends the peers a message and a descriptor."""
+        size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        number, self.count = self.count, self.count + 1
+        descriptor = os.memfd_create("fzero")
+        try:
+            os.ftruncate(descriptor, size)
+            pages = mmap.mmap(descriptor, size)
+            announce(HEAD.pack(ARENA, number, 0, 0, size), descriptor)
+        finally:
+            os.close(descriptor)
+        arena = torch.frombuffer(pages, dtype=torch.uint8)
+        self.places[number] = (arena.data_ptr(), size)
+        weakref.finalize(pages, _drop, self.places, self.dropped, number)
+        return arena[:num_bytes]
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        address = tensor.data_ptr()
+        found = ((n, address - first) for n, (first, size) in self.places.items() if first <= address < first + size)
+        return next(found, None)
 
 
 class SharedMemoryPeers:
@@ -83,9 +140,7 @@ class SharedMemoryPeers:
         for peer in self.peers.values():
             peer.socket.setblocking(False)
             self.polled.register(peer.socket, select.POLLIN)
-        self.num_arenas = 0
-        self.arenas: dict[int, tuple[int, int]] = {}  # (address, bytes)
-        self.dropped: deque[int] = deque()
+        self.own = _OwnArenas()
         self.readers: dict[int, tuple[int, ...]] = {}  # by transfer: the peers that read it
         self.staged: dict[int, torch.Tensor] = {}  # by transfer
         self.blocks: list[torch.Tensor] = []
@@ -101,30 +156,11 @@ class SharedMemoryPeers:
         need to allocate, nor in one order. Raises PeerError if the host is closed.
         """
         self._check()
-        size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        number, self.num_arenas = self.num_arenas, self.num_arenas + 1
-        descriptor = os.memfd_create("fzero")
-        try:
-            os.ftruncate(descriptor, size)
-            pages = mmap.mmap(descriptor, size)
-            for peer in self.peers.values():
-                self._send(peer, HEAD.pack(ARENA, number, 0, 0, size), descriptor)
-        finally:
-            os.close(descriptor)
-        arena = torch.frombuffer(pages, dtype=torch.uint8)
-        self.arenas[number] = (arena.data_ptr(), size)
-        weakref.finalize(pages, _drop, self.arenas, self.dropped, number)
-        return arena[:num_bytes]
+        return self.own.allocate(num_bytes, partial(self._tell, self.peers))
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Returns (arena, offset in bytes) of a tensor's first element; None if it lies in no arena."""
-        address = tensor.data_ptr()
-        places = (
-            (number, address - first)
-            for number, (first, size) in self.arenas.items()
-            if first <= address < first + size
-        )
-        return next(places, None)
+        return self.own.place(tensor)
 
     def _staged(self, number: int, data: torch.Tensor) -> torch.Tensor:
         """Returns a copy of `data` in a block that no peer reads any more."""
@@ -151,17 +187,17 @@ class SharedMemoryPeers:
         """
         self._check()
         readers = tuple(to)
-        while self.dropped:
-            self._tell(HEAD.pack(DROPPED, self.dropped.popleft(), 0, 0, 0), self.peers)
+        while self.own.dropped:
+            self._tell(self.peers, HEAD.pack(DROPPED, self.own.dropped.popleft(), 0, 0, 0))
         data = source.view(torch.uint8)
         size = data.numel()
         if size <= INLINE_BYTES:
-            self._tell(HEAD.pack(LETTER, number, 0, 0, size) + data.numpy().tobytes(), readers)
+            self._tell(readers, HEAD.pack(LETTER, number, 0, 0, size) + data.numpy().tobytes())
             return False
         self.readers[number] = readers
         place = self.place(data)
         arena, offset = place or self.place(self._staged(number, data)) or (0, 0)
-        self._tell(HEAD.pack(READY, number, arena, offset, size), readers)
+        self._tell(readers, HEAD.pack(READY, number, arena, offset, size))
         return place is not None
 
     def ready(self, number: int, of: Collection[int]) -> bool:
@@ -259,9 +295,9 @@ class SharedMemoryPeers:
         self.close()
         return PeerError(self.failure)
 
-    def _tell(self, message: bytes, ranks: Collection[int]) -> None:
+    def _tell(self, ranks: Collection[int], message: bytes, descriptor: int | None = None) -> None:
         for rank in ranks:
-            self._send(self.peers[rank], message)
+            self._send(self.peers[rank], message, descriptor)
 
     def _send(self, peer: _Peer, message: bytes, descriptor: int | None = None) -> None:
         """Sends a message. A peer that is gone gets none: a rank that waits for it finds out."""
@@ -294,31 +330,10 @@ class SharedMemoryPeers:
             return False
         except ConnectionResetError:  # it ended with messages of ours unread; its own may still be there
             return True
-        kind, number, arena, offset, size = HEAD.unpack_from(message) if message else (BYE, 0, 0, 0, 0)
-        if kind == READY:
-            peer.offers[number] = (peer.arenas[arena].narrow(0, offset, size), True)
-            self._copy(peer, number)
-        elif kind == LETTER:
-            data = (
-                torch.frombuffer(bytearray(message[HEAD.size :]), dtype=torch.uint8) if size else torch.empty(0).byte()
-            )
-            peer.offers[number] = (data, False)
-            self._copy(peer, number)
-        elif kind == READ:
-            peer.read.add(number)
-        elif kind == ARENA:
-            (descriptor,) = struct.unpack("i", attached[0][2])
-            try:
-                peer.arenas[number] = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-        elif kind == DROPPED:
-            peer.arenas.pop(number, None)
-        else:
+        self._copy(peer, peer.heard(message, attached))
+        if peer.end:
             self.polled.unregister(peer.socket)
-            peer.end = "closed" if message else "died"
-            return False
-        return True
+        return not peer.end
 
     def _until(self, peer: _Peer, arrived: Callable[[], bool], label: str) -> None:
         """Handles messages until `arrived()`. Raises PeerError at the timeout, if a peer died, or if `halted` returns

@@ -9,29 +9,24 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-import fzero
 from fzero.cost.memory import account
-from fzero.errors import CheckpointError
-from fzero.interop.trainer import batch_lengths, data_ranks, refusals, resume, shapes, trainer_step, weightless, weights
+from fzero.interop.trainer import data_ranks, refusals, resume, shapes, trainer_step, weights
 from fzero.interop.trainer.arguments import TrainingArguments
-from fzero.interop.trainer.batch_lengths import Lengths, Seen
+from fzero.interop.trainer.batch_shapes import BatchShapes
+from fzero.interop.trainer.checkpoint_files import CheckpointFiles, state_of
 from fzero.interop.trainer.engine import Engine
 from fzero.interop.trainer.parallel import axes_of, given_of
 from fzero.ir.mesh import Mesh
 
 log = logging.getLogger("fzero")
-FOLDER = "fzero"  # of a checkpoint: the state
 
 
-class Mixin(transformers.Trainer):
+class Mixin(CheckpointFiles):
     """What `Trainer` and `Seq2SeqTrainer` put over transformers' classes.
 
     `engine` is None until training or evaluation begins; then the model's parameters are in `engine.state`, and the
@@ -55,8 +50,8 @@ class Mixin(transformers.Trainer):
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
-        self._warned = self._no_length = False
-        self._seen = Seen()
+        self._warned = False
+        self._shapes = BatchShapes(self, self._mesh)
         self._given_optimizer = (bound.get("optimizers") or (None, None))[0]
         super().__init__(model, args, *more, **named)
         if self.train_dataset is not None:
@@ -87,7 +82,7 @@ class Mixin(transformers.Trainer):
         if self.args.activation_checkpointing:  # which the Spec's remat does
             self.model.activation_checkpointing_disable()
         self._here("training begins")
-        self.engine = Engine.to_train(self, max_steps, _state_of(resume_from_checkpoint))
+        self.engine = Engine.to_train(self, max_steps, state_of(resume_from_checkpoint))
         if resume_from_checkpoint:
             resume.same_steps(resume_from_checkpoint, self.state.global_step, self.engine.state.step)
         self._begin()
@@ -116,82 +111,13 @@ class Mixin(transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The batches of a window, of one shape on all ranks, and its number of items: counted in the exchange in which
         ranks agree on lengths, where they do."""
-        together = self.args.world_size > 1 and self._pads_to() > 0
+        together = self.args.world_size > 1 and self._shapes.pads_to() > 0
         with data_ranks.alone(self.accelerator) if together else contextlib.nullcontext():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         own = float(items) if together and items is not None else 0.0
-        batches, _, _, total = self._shaped(batches, self.args.train_batch_size, own)
+        batches, _, _, total = self._shapes.shaped(batches, self.args.train_batch_size, own)
         self._window = []
         return batches, torch.full_like(items, total) if together and isinstance(items, torch.Tensor) else items
-
-    def _pads_to(self) -> int:
-        """The number of which lengths become multiples; 0: they stay as they are."""
-        pad_to: int | None = getattr(self.args, "pad_to", None)
-        return pad_to if pad_to is not None else weightless.PAD_TO if weightless.places(self) else 0
-
-    def _shaped(self, batches: list[Any], rows: int, count: float = 0) -> tuple[list[Any], Lengths, Lengths, float]:
-        """(batches padded and filled, the lengths of all after that, the last one's before, the sum of `count` over the
-        ranks). A collective if they are padded."""
-        batches = [dict(batch) for batch in batches]
-        own, agreed, total = self._lengths(batches, count)
-        results = []
-        for batch, before in zip(batches, own, strict=True):
-            if any(agreed):
-                batch = self._padded(batch, before, agreed)
-            if shapes.num_rows(batch) < rows:
-                batch = self._filled(batch, rows, len(batches))
-            results.append(batch)
-        return results, agreed, own[-1] if own else (0, 0), total
-
-    def _lengths(self, batches: list[Any], count: float) -> tuple[list[Lengths], Lengths, float]:
-        """(the lengths of the batches, those to pad to, the same on all ranks, or 0: they stay as they are; the sum of
-        `count` over the ranks)."""
-        pad_to = getattr(self.args, "pad_to", None)
-        decodes = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
-        main = getattr(self.model, "main_input_name", None) if pad_to else None
-        own = [batch_lengths.lengths(batch, decodes, main) for batch in batches]
-        to_all = self._pads_to()
-        if not own or not to_all:
-            return own, (0, 0), count
-        if pad_to and not any(map(any, own)) and not self._no_length:
-            self._no_length = True
-            log.warning("fzero: pad_to=%d found nothing to pad: a batch has no sequence of tokens, but %s. Each shape "
-                        "has a program: pad in the collator, or leave pad_to out",
-                        pad_to, shapes.described(batches[0]))  # fmt: skip
-        several = self.args.world_size > 1
-        gather = (lambda row: self.accelerator.gather(row.to(self.args.device))) if several else None
-        longest, count = self._seen.agreed(batches, own, gather, count)
-        if longest is None:
-            return own, (0, 0), count
-        config = getattr(self.model, "config", None)
-        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        most = most if isinstance(most, int) else None
-        return own, (shapes.rounded(longest[0], to_all, most), shapes.rounded(longest[1], to_all, most)), count
-
-    def _padded(self, batch: Any, own: Lengths, to: Lengths) -> Any:
-        mask, key = None, batch_lengths.key_of(batch, getattr(self.model, "main_input_name", None))
-        masked = "position_ids" in batch or "attention_mask" in batch or not weightless.takes_mask(self.model)
-        if key is not None and to[0] and not masked:
-            whole = key[..., 0] if key is batch.get(batch_lengths.EMBEDDED) else key
-            mask = torch.ones_like(whole, dtype=torch.int64)
-        places = self._seen.places(batch if mask is None else {**batch, "attention_mask": mask}, own)
-        fills = {**dict.fromkeys(shapes.TOKENS, self._pad_token()), "special_tokens_mask": 1}
-        fills |= dict.fromkeys(("labels", *self.label_names), shapes.IGNORED)
-        return shapes.padded(batch, places, to, fills, mask)
-
-    def _pad_token(self) -> int:
-        known = (
-            getattr(self.processing_class, "pad_token_id", None),
-            getattr(getattr(self.model, "config", None), "pad_token_id", None),
-        )
-        return next((token for token in known if isinstance(token, int) and token >= 0), 0)
-
-    def _filled(self, batch: Any, rows: int, num_batches: int) -> Any:
-        if weightless.rows(self, batch):
-            return shapes.filled(batch, rows)
-        if num_batches > 1 and dict(self._mesh.axes).get("pp", 1) > 1:
-            refusals.short_batch(shapes.num_rows(batch), rows)
-        return batch  # at its own size, in a program of its own
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keeps a micro batch; the last of a window makes the step. Returns this rank's loss then, and 0 before."""
@@ -296,7 +222,7 @@ class Mixin(transformers.Trainer):
         inputs = self._prepare_inputs(inputs)
         labels = tuple(inputs.get(name) for name in self.label_names)
         rows = shapes.num_rows(inputs)
-        (batch,), to, own, _ = self._shaped([inputs], self.args.eval_batch_size)
+        (batch,), to, own, _ = self._shapes.shaped([inputs], self.args.eval_batch_size)
         items = self._get_num_items_in_batch([inputs], self.args.device)
         given = (
             {"inputs": batch}
@@ -347,55 +273,3 @@ class Mixin(transformers.Trainer):
                 assert self._held is not None
                 assert self.engine is not None
                 self._held.taken(self.args.device, self.engine.statistics.names)
-
-    # --- files
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model for `from_pretrained`: a collective. There is no training_args.bin, which is a pickle."""
-        if self.engine is None:
-            return super().save_model(output_dir, _internal_call)
-        folder = Path(output_dir or str(self.args.output_dir))
-        try:
-            weights.write(self, self.engine.state, self.engine.trained.apply, folder, self.engine.export_dtype)
-        except OSError as error:
-            why = f"the model cannot be written: {error.strerror or error}. Make room, or name another folder"
-            raise CheckpointError(folder, f"{why}: trainer.save_model(folder)", error.errno) from error
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        return None
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        assert self.engine is not None
-        folder = Path(output_dir) / FOLDER
-        if self.args.should_save and os.path.lexists(folder):  # of a run that has gone back since
-            weights.remove(folder)
-        self.accelerator.wait_for_everyone()
-        fzero.save(self.engine.state, folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """A look at what transformers reads; the state is loaded once the step is known."""
-        resume.check(resume_from_checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        try:
-            super()._load_rng_state(checkpoint)
-        except Exception as error:  # whatever lies in the file
-            raise resume.unreadable(checkpoint, error) from None
-
-    def _load_best_model(self) -> None:
-        assert self.engine is not None
-        self.engine.load(_state_of(self.state.best_model_checkpoint))
-
-
-def _state_of(checkpoint: Any) -> Path | None:
-    """The folder of the state in a checkpoint of a Trainer. Raises CheckpointError if it has none."""
-    if not checkpoint:
-        return None
-    folder = Path(checkpoint) / FOLDER
-    if not folder.is_dir():
-        raise CheckpointError(
-            Path(checkpoint),
-            f"has no folder {FOLDER!r}: it was saved by another Trainer, or with save_only_model. To begin from its "
-            f"weights: model = AutoModel...from_pretrained({str(checkpoint)!r})",
-        )
-    return folder

@@ -157,7 +157,7 @@ def training(zero, steps_):
                 for _ in steps(one):
                     pass
         found.append(memory)
-    return [name for name in found[0] if not same_bits(found[0][name], found[1][name])], len(host.arenas)
+    return [name for name in found[0] if not same_bits(found[0][name], found[1][name])], len(host.own.places)
 
 
 class LateReader(Shared):
@@ -351,7 +351,7 @@ def memory():
     del view
     together()
     counts.append(together())
-    assert host.arenas == {}
+    assert host.own.places == {}
     kept = host.allocate(10)
     together()
     host.close()
