@@ -174,7 +174,7 @@ class _Outer:
             for slot in slots:
                 self._store(bucket, chains[slot], level)
             runs: list[list[int]] = []
-            signs = {slot: self._signature(chains[slot]) for slot in slots}
+            signs = {slot: _signature(self.run, chains[slot]) for slot in slots}
             for slot in slots:
                 alike = runs and runs[-1][-1] == slot - 1 and signs[runs[-1][-1]] == signs[slot]
                 slots_of = self.run.program.buckets[bucket].slots
@@ -245,20 +245,6 @@ class _Outer:
             names = [bucket.slots[self.run.slot_key[n][1]].path for n in group]
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))
 
-    def _signature(self, chain: list[fx.Node]) -> tuple[object, ...]:
-        """The work of a leaf's chain, in a form that is equal for an equal chain of another leaf."""
-        number = {node: i for i, node in enumerate(chain)}
-
-        def name(node: fx.Node) -> str:
-            if node in number:
-                return f"%{number[node]}"
-            return f"column {self.run.stored[node]}" if node in self.run.slot_key else f"scalar {node.name}"
-
-        return tuple(
-            (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), self.run.stored.get(node))
-            for node in chain
-        )
-
     def _emit_flat(self, bucket_name: str, slots: list[int], chain: list[fx.Node]) -> None:
         """Emits one chain of flat nodes on the common range of these slots."""
         bucket = self.run.program.buckets[bucket_name]
@@ -280,13 +266,8 @@ class _Outer:
         fx_values.propagate(gm, fakes)
 
         def part(node: fx.Node) -> Ref:
-            return Ref(
-                self.run.stored[node],
-                start,
-                -(-stop // self.run.block_size[node]) * self.run.block_size[node],
-                None,
-                own_slice,
-            )
+            size = self.run.block_size[node]
+            return Ref(self.run.stored[node], start, -(-stop // size) * size, None, own_slice)
 
         reads = [part(n) if n in self.run.slot_key else self.run.where[n] for n in inputs]
         writes = [part(n) for n in results]
@@ -338,3 +319,18 @@ class _Outer:
         self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))
         self._emit(make_op("wait", [Ref(total)], why=why))
         return total
+
+
+def _signature(run: OuterRun, chain: list[fx.Node]) -> tuple[object, ...]:
+    """The work of a leaf's chain, in a form that is equal for an equal chain of another leaf."""
+    number = {node: i for i, node in enumerate(chain)}
+
+    def name(node: fx.Node) -> str:
+        if node in number:
+            return f"%{number[node]}"
+        return f"column {run.stored[node]}" if node in run.slot_key else f"scalar {node.name}"
+
+    return tuple(
+        (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), run.stored.get(node))
+        for node in chain
+    )

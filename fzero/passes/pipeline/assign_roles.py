@@ -27,6 +27,7 @@ from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 aten = torch.ops.aten
 
 Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
+Draft = tuple[Op, Group, frozenset[int] | None]  # None: the roles follow from who reads its results
 
 
 class AcrossRolesError(SpecError):
@@ -68,7 +69,7 @@ class Assigned:
                 read_in[ref.name].add(piece.chunk)
         known: dict[str, Halves] = {}
         regions: list[str] = []
-        drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
+        drafts: list[Draft] = []
         group: Group
         started: dict[str, Group] = {}  # of each transfer of a region's values
         for number, op in enumerate(self.program.ops):
@@ -94,12 +95,10 @@ class Assigned:
                 drafts += self._made_anew(op, index, role, read_in)
         first = next(i for i, (_, group, _) in enumerate(drafts) if group[1] is not None)
         lent = [(work.op, work.group, work.roles) for work in self.lent.values()]
-        self.works = self._demanded([*drafts[:first], *lent, *drafts[first:]])
+        self.works = _demanded(self.program, self.buffers, self.everywhere, [*drafts[:first], *lent, *drafts[first:]])
         self._exchange()
 
-    def _made_anew(
-        self, op: Op, index: int, role: int, read_in: Mapping[str, set[int]]
-    ) -> list[tuple[Op, Group, frozenset[int] | None]]:
+    def _made_anew(self, op: Op, index: int, role: int, read_in: Mapping[str, set[int]]) -> list[Draft]:
         """Runs of what other roles read of a forward op, where it follows from the batch alone (masks, positions,
         angles): each such role makes it for itself, and nothing is sent."""
         gm = self.program.segments[op.segment]
@@ -110,7 +109,7 @@ class Assigned:
         needs = {ref: fx_nodes.ancestors(node) for ref, node in outs}
         plain = {ref: node for ref, node in outs if needs[ref] & set(inputs) <= known}
         self.from_batch |= {ref.name for ref in plain}
-        drafts: list[tuple[Op, Group, frozenset[int] | None]] = []
+        drafts: list[Draft] = []
         chunks: dict[int, dict[Ref, int]] = defaultdict(dict)  # by role, of each value the first chunk that reads it
         for ref in plain:
             for chunk in sorted(read_in[ref.name], reverse=True):
@@ -241,35 +240,6 @@ class Assigned:
             parts.append((part, role))
         return parts
 
-    def _demanded(self, drafts: Sequence[tuple[Op, Group, frozenset[int] | None]]) -> list[RoleWork]:
-        """Every draft with roles: one without buckets runs where its inputs were made, if that is one role, else on
-        every role that reads its result. State that is in no bucket is updated on every role."""
-        wanted: dict[str, frozenset[int]] = defaultdict(frozenset)
-        for name in self.program.metrics.values():
-            wanted[name] = self.everywhere
-        readers: list[frozenset[int]] = []
-        for op, _, roles in reversed(drafts):
-            if roles is None:
-                roles = frozenset().union(*(wanted[ref.name] for ref in (op.writes or op.reads)))
-                if any(self.buffers[ref.name].kind in PERSISTENT for ref in op.writes):
-                    roles = self.everywhere
-            readers.append(roles)
-            for ref in op.reads:
-                wanted[ref.name] |= roles
-        home: dict[str, frozenset[int]] = {}
-        works = []
-        for (op, group, fixed), roles in zip(drafts, reversed(readers), strict=True):
-            if fixed is None and not any(self.buffers[ref.name].kind in PERSISTENT for ref in op.writes):
-                sources = [home[ref.name] for ref in op.reads if ref.name in home]
-                single = frozenset().union(*(source for source in sources if source != self.everywhere))
-                roles = single if len(single) == 1 else roles
-            if op.is_wait:
-                roles = home.get(op.target, roles)
-            for ref in op.writes:
-                home[ref.name] = home.get(ref.name, frozenset()) | roles
-            works.append(RoleWork(op, group, roles))
-        return works
-
     def _exchange(self) -> None:
         """A buffer that several roles write in parts, such as the terms of a norm: before it is first read, each role
         sends its part to every other that reads, in a buffer of its own for each."""
@@ -306,6 +276,38 @@ class Assigned:
         there = self._copy(Op("run"), refs, places, f"for role {receiver}: {reader.op.why}")
         here = self._copy(Op("run"), places, refs, f"of role {maker}: {reader.op.why}")
         return RoleWork(there, reader.group, frozenset({maker})), RoleWork(here, reader.group, frozenset({receiver}))
+
+
+def _demanded(
+    program: Program, buffers: Mapping[str, Buffer], everywhere: frozenset[int], drafts: Sequence[Draft]
+) -> list[RoleWork]:
+    """Every draft with roles: one without buckets runs where its inputs were made, if that is one role, else on
+    every role that reads its result. State that is in no bucket is updated on every role."""
+    wanted: dict[str, frozenset[int]] = defaultdict(frozenset)
+    for name in program.metrics.values():
+        wanted[name] = everywhere
+    readers: list[frozenset[int]] = []
+    for op, _, roles in reversed(drafts):
+        if roles is None:
+            roles = frozenset().union(*(wanted[ref.name] for ref in (op.writes or op.reads)))
+            if any(buffers[ref.name].kind in PERSISTENT for ref in op.writes):
+                roles = everywhere
+        readers.append(roles)
+        for ref in op.reads:
+            wanted[ref.name] |= roles
+    home: dict[str, frozenset[int]] = {}
+    works = []
+    for (op, group, fixed), roles in zip(drafts, reversed(readers), strict=True):
+        if fixed is None and not any(buffers[ref.name].kind in PERSISTENT for ref in op.writes):
+            sources = [home[ref.name] for ref in op.reads if ref.name in home]
+            single = frozenset().union(*(source for source in sources if source != everywhere))
+            roles = single if len(single) == 1 else roles
+        if op.is_wait:
+            roles = home.get(op.target, roles)
+        for ref in op.writes:
+            home[ref.name] = home.get(ref.name, frozenset()) | roles
+        works.append(RoleWork(op, group, roles))
+    return works
 
 
 def _in_a_row(name: str, refs: Sequence[Ref]) -> list[Ref]:
