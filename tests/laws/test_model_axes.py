@@ -87,6 +87,7 @@ def test_loss_and_gradients_are_those_of_one_rank(name: str, fused: bool) -> Non
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.sampled(1)
 def test_no_bit_changes_with_the_stage(zero: int) -> None:
     """AdamW and clipping: norms are summed over the axes on which a leaf lies in parts, and once over all others."""
     model, mesh = gpt(), {"dp": 2, "tp": 2, "mp": 2}
