@@ -6,17 +6,18 @@ from fzero.compile.lowered import Lowered
 from fzero.cost.rates import SEND, Rates
 from fzero.cost.step_time import StepTime, roles_time
 from fzero.errors import SpecError
+from fzero.hardware import Hardware
 from fzero.ir.program import lane_bytes
 from fzero.ir.records import DISK
 
 
-def simulate(lowered: Lowered, rates: Rates, rank: int = 0) -> StepTime:
+def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTime:
     """Returns the predicted time of a step on one rank, by lane, with the bytes that it writes to disk.
 
-    rates: `fzero.cost.rates.H100`, or figures of your machine; `fzero doctor` measures a disk's. A transfer is priced
-    by its kind, its axis and the ranks of that. The roles of a pipeline are simulated together: a role waits for the
-    messages of others. A lane of the device that has no rate takes no time. Raises SpecError where a lane of the disk
-    has none, or a kind of transfer between ranks.
+    rates: a machine (`fzero.hardware.load("h100")`), `fzero.cost.rates.H100`, or figures of your own. A transfer is
+    priced by its kind, its axis and the ranks of that. The roles of a pipeline are simulated together: a role waits
+    for the messages of others. A lane of the device that has no rate takes no time. Raises SpecError where a lane of
+    the disk has none, or a kind of transfer between ranks.
 
     >>> import torch, fzero
     >>> from fzero.cost.rates import H100
@@ -35,6 +36,7 @@ def simulate(lowered: Lowered, rates: Rates, rank: int = 0) -> StepTime:
     """
     if not 0 <= rank < lowered.plan.mesh.world_size:
         raise SpecError(f"simulate: rank {rank} of a world of {lowered.plan.mesh.world_size}")
+    rates = rates.rates(lowered.plan.mesh) if isinstance(rates, Hardware) else rates
     program = lowered.on(rank)
     moved = lane_bytes(program)
     if unknown := [name for name in moved if DISK in name and name not in rates.lanes]:

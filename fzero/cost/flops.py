@@ -62,12 +62,19 @@ def _through(weight: torch.Tensor, result: torch.Tensor) -> int:
 
 def _attention(node: fx.Node) -> int:
     query, key = operands(node)[:2]
-    return 4 * query.numel() * int(key.shape[-2])
+    return 4 * query.numel() * int(key.shape[-2]) // (2 if _is_causal(node) else 1)
 
 
 def _attention_backward(node: fx.Node) -> int:
     query, key = operands(node)[1:3]
-    return 10 * query.numel() * int(key.shape[-2])
+    return 10 * query.numel() * int(key.shape[-2]) // (2 if _is_causal(node) else 1)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Whether a query sees the keys up to its own place alone: half of them."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("is_causal", False))
 
 
 def _recurrent(node: fx.Node) -> int:
@@ -104,5 +111,14 @@ op_info.fill(
         recurrent.FORWARD: _recurrent,
         recurrent.BACKWARD: _recurrent_backward,
         SCAN: _scan,
+    },
+)
+op_info.fill(
+    "attends",
+    {
+        f"aten._scaled_dot_product_{name}{way}": True
+        for name in (*_FUSED, *_MATH)
+        for way in ("", "_backward")
+        if not (way and name in _MATH)
     },
 )

@@ -12,11 +12,11 @@ when its sender has sent it. Of one role alone, as if the sender sent it when th
 Beside a CUDA device updates on the host are work of a lane of their own, `host`. A move of what they write waits for
 them, and so does the end of the step.
 
-A segment takes the sum over its nodes. A matmul, a convolution or an attention takes its operations (2 m n k) at
-`flops`. Another op takes the bytes that it reads and writes at `memory_bytes` a second, a view nothing.
+A segment takes the sum over its nodes. A matmul or a convolution takes its operations (2 m n k) at `flops`, less where
+a side is small; an attention its own at `attention`. Another op takes the bytes that it reads and writes at
+`memory_bytes` a second, a view nothing. No call takes less than `launch`.
 
-Left out are ranks that come late, ops too small for any rate (some microseconds each), caches, and that reads and
-writes share a disk.
+Left out are ranks that come late, caches, and that reads and writes share a disk.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fzero.errors import FzeroError
 from fzero.ir import fx_nodes
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op
+from fzero.ir.op_info import of
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes, op_text
 from fzero.ir.records import DISK, HOST
 
@@ -280,8 +281,16 @@ def _compute(gm: fx.GraphModule, rates: Rates) -> float:
 def _node(node: fx.Node, rates: Rates) -> float:
     if fx_nodes.is_view(node):
         return 0.0
+    return max(rates.launch, _at_rates(node, rates))
+
+
+def _at_rates(node: fx.Node, rates: Rates) -> float:
     work = flops(node)
-    if work:
-        return work / rates.flops[min(4, max(2, results(node)[0].dtype.itemsize))]
-    moved = sum(x.numel() * x.element_size() for x in (*results(node), *operands(node)))
-    return moved / rates.memory_bytes
+    if not work:
+        moved = sum(x.numel() * x.element_size() for x in (*results(node), *operands(node)))
+        return moved / rates.memory_bytes
+    speed = rates.flops[min(4, max(2, results(node)[0].dtype.itemsize))]
+    if rates.attention and of(node.target).attends:
+        return work / min(speed, rates.attention)
+    side = min((s for x in operands(node)[-2:] for s in x.shape[-2:]), default=0)
+    return work / (speed * side / (side + rates.small_side)) if side and rates.small_side else work / speed

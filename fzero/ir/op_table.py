@@ -60,7 +60,8 @@ class OpInfo:
     kernel: the `fzero.kernels.Kernel` that replaces it on CUDA. reads_back: that one waits for values from the device.
     workspace: bytes that its CPU kernel holds beyond operands and results.
 
-    What it costs: flops: floating-point operations of a call. Without, its time is that of the bytes it moves.
+    What it costs: flops: floating-point operations of a call. Without, its time is that of the bytes it moves. attends:
+    these are of attention, which reaches another rate than products.
 
     >>> OpInfo(pointwise=True, flops=len)
     OpInfo(pointwise=True, flops=len)
@@ -93,6 +94,7 @@ class OpInfo:
     reads_back: bool = False
     workspace: Formula | None = None
     flops: Formula | None = None
+    attends: bool = False
 
     def stated(self) -> dict[str, Any]:
         """The facts of the row, by column, without those that are left out."""

@@ -1,0 +1,176 @@
+"""machine: the records of a machine, and the rates of a mesh that is laid over it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fzero.cost.rates import SEND, Link, Rates
+from fzero.errors import SpecError
+from fzero.ir.mesh import Mesh
+
+GIB = 1 << 30
+SLOWER = 1.09  # compute beside a transfer, where a level says nothing else
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or the cores of one rank.
+
+    memory_gib, reserved_gib: its memory, and what a context and the communicators take of it. headroom: the part of the
+    rest that is kept free, for an allocator's holes. flops: by dtype ("bf16", "fp16", "fp32", "fp8"), the peak
+    operations a second of dense products. efficiency: the part of it that large products reach. small_side: a product
+    whose least side is this long reaches half of that. attention: the part that attention reaches. memory_bytes: bytes
+    a second. memory_efficiency: the part of it that elementwise work reaches. launch_us: microseconds that a call takes
+    at least.
+    """
+
+    memory_gib: float
+    memory_bytes: float
+    flops: Mapping[str, float]
+    reserved_gib: float = 0.0
+    headroom: float = 0.0
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+    small_side: float = 0.0
+    attention: float = 0.0
+    memory_efficiency: float = 1.0
+    launch_us: float = 0.0
+
+    def reached(self, dtype: str) -> float:
+        """Operations a second that large products of a dtype reach; of one that is not listed, those of fp32."""
+        known = dtype if dtype in self.flops else "fp32"
+        return self.flops[known] * self.efficiency.get(dtype, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkLevel:
+    """A level of the network: groups of `size` devices that reach one another through it.
+
+    bytes: a second, of each device and direction. efficiency: the part that long transfers reach. latency_us: of a hop.
+    tax: the seconds that a second of compute takes while the level is busy.
+    """
+
+    name: str
+    size: int
+    bytes: float
+    efficiency: float = 1.0
+    latency_us: float = 0.0
+    tax: float = SLOWER
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The memory beside one device: its share of a node's, the bytes a second each way, and of an update there."""
+
+    memory_gib: float
+    to_device_bytes: float = 0.0
+    from_device_bytes: float = 0.0
+    adam_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """The drive of one device: bytes a second, and how much it holds."""
+
+    read_bytes: float
+    write_bytes: float
+    size_gib: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine. levels: the innermost first, each larger than the one before. sources: where figures are from, by
+    their name as in "device.flops".
+
+    >>> machine = Hardware(
+    ...     name="two cards",
+    ...     device=Device(memory_gib=24, memory_bytes=1e12, flops={"fp32": 80e12}, headroom=0.1),
+    ...     levels=(NetworkLevel(name="pcie", size=2, bytes=25e9, latency_us=10),),
+    ... )
+    >>> round(machine.budget / 2**30, 1), machine.devices
+    (21.6, 2)
+    """
+
+    name: str
+    device: Device
+    levels: tuple[NetworkLevel, ...] = ()
+    host: Host | None = None
+    disk: Drive | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises SpecError for figures that no machine has."""
+        inner = 1
+        for level in self.levels:
+            if level.size < inner or level.size % inner:
+                raise SpecError(
+                    f"hardware {self.name!r}: level {level.name!r} joins {level.size} devices, which is no multiple of "
+                    f"the {inner} of the level within it. List the innermost level first"
+                )
+            inner = level.size
+
+    @property
+    def budget(self) -> int:
+        """Bytes of the device that a plan may use."""
+        return int((self.device.memory_gib - self.device.reserved_gib) * (1 - self.device.headroom) * GIB)
+
+    @property
+    def host_budget(self) -> int:
+        """Bytes of the host that a rank may use."""
+        return int(self.host.memory_gib * GIB) if self.host is not None else 0
+
+    @property
+    def devices(self) -> int:
+        """How many devices it joins at most."""
+        return self.levels[-1].size if self.levels else 1
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """The figures of a ring among these ranks, numbered along the levels. Raises SpecError for more than it has.
+
+        A ring crosses each level on which its ranks are apart. Members that are together on the level within share the
+        hop across: as many of their ports carry it. The slowest level is the ring's.
+        """
+        if max(ranks) >= self.devices:
+            raise SpecError(
+                f"hardware {self.name!r} joins {self.devices} devices, and the mesh needs {max(ranks) + 1}: add a "
+                "[[level]] to its file, or take fewer ranks"
+            )
+        slowest, latency, within = math.inf, 0.0, 1
+        for level in self.levels:
+            if len({rank // within for rank in ranks}) > 1:
+                ports = max(sum(r // within == rank // within for r in ranks) for rank in ranks[:1])
+                slowest = min(slowest, level.bytes * level.efficiency * ports)
+                latency = level.latency_us * 1e-6
+            within = level.size
+            if len({rank // within for rank in ranks}) == 1:
+                break
+        return Link(latency, 2 * slowest, 2)  # among two, half of a buffer is sent
+
+    def rates(self, mesh: Mesh) -> Rates:
+        """The figures of a step over a mesh whose ranks are numbered along the levels."""
+        device, axes, tax = self.device, {}, SLOWER
+        for name in [*mesh.names, *([mesh.data_axes] if "." in mesh.data_axes else [])]:
+            if mesh.size(name) > 1:
+                ring = self.link(mesh.peers(0, name))
+                axes[name] = {"all_gather": ring, "reduce_scatter": ring, "all_to_all": ring, SEND: ring.message()}
+                tax = max(level.tax for level in self.levels)
+        lanes: dict[str, float] = {}
+        if self.host is not None and self.host.to_device_bytes:
+            lanes |= {"host→device": self.host.to_device_bytes, "device→host": self.host.from_device_bytes}
+        if self.disk is not None:
+            lanes |= {"disk→host": self.disk.read_bytes, "host→disk": self.disk.write_bytes}
+        low = "bf16" if "bf16" in device.flops else "fp16"
+        return Rates(
+            latency={},
+            wire_bytes={},
+            hidden=1 / tax,
+            flops={2: device.reached(low), 4: device.reached("fp32")},
+            memory_bytes=device.memory_bytes * device.memory_efficiency,
+            lanes=lanes,
+            host_bytes=self.host.adam_bytes if self.host is not None else 0.0,
+            axes=axes,
+            small_side=device.small_side,
+            attention=device.attention * device.flops.get(low, device.flops["fp32"]),
+            launch=device.launch_us * 1e-6,
+        )

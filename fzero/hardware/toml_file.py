@@ -1,0 +1,145 @@
+"""toml_file: a machine from a TOML file and back. A key that no record has is refused, with a suggestion."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from fzero.errors import SpecError
+from fzero.hardware.machine import Device, Drive, Hardware, Host, NetworkLevel
+from fzero.tree import suggest
+
+PRESETS = Path(__file__).parent
+PARTS = {"device": Device, "host": Host, "disk": Drive}
+TABLES = ("flops", "efficiency")
+POSITIVE = ("memory_gib", "memory_bytes", "bytes", "read_bytes", "write_bytes", "size")
+PARTIAL = ("headroom", "efficiency", "memory_efficiency", "attention")  # parts of 1
+
+
+def presets() -> list[str]:
+    """The names of the machines that are known.
+
+    >>> presets()
+    ['a100-40gb', 'a100-80gb', 'h100', 'h200', 'rtx4090', 'v100-32gb']
+    """
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load(machine: str | Path | Hardware) -> Hardware:
+    """The machine of a preset's name, or of a TOML file. Raises SpecError for a file that is none.
+
+    >>> load("h100").device.memory_gib
+    80
+    >>> load("h10")
+    Traceback (most recent call last):
+    fzero.errors.SpecError: hardware='h10': no preset and no file. Did you mean 'h100'? ...
+    """
+    if isinstance(machine, Hardware):
+        return machine
+    path = PRESETS / f"{machine}.toml" if str(machine) in presets() else Path(machine)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        hint = suggest(str(machine), presets())
+        raise SpecError(
+            f"hardware={str(machine)!r}: no preset and no file.{hint} The presets are {', '.join(presets())}; a file "
+            "of your own is TOML, as `fzero doctor --hardware FILE` writes it"
+        ) from error
+    try:
+        return _parsed(path.name, tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"hardware file {path}: it is no TOML: {error}") from error
+
+
+def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:
+    _known(where, "", given, ["name", "level", *PARTS])
+    if "device" not in given:
+        raise SpecError(f"hardware file {where}: needed a table [device], with memory_gib, memory_bytes and flops")
+    sources: dict[str, str] = {}
+    parts = {
+        name: _record(where, name, record, given[name], sources) for name, record in PARTS.items() if name in given
+    }
+    levels = given.get("level", [])
+    if not isinstance(levels, list):
+        raise SpecError(f"hardware file {where}: needed [[level]], with two brackets: there may be several")
+    found = tuple(_record(where, f"level.{_name(level)}", NetworkLevel, level, sources) for level in levels)
+    return Hardware(name=str(given.get("name", where)), levels=found, sources=sources, **parts)
+
+
+def _name(level: Any) -> str:
+    return str(level.get("name", "?")) if isinstance(level, dict) else "?"
+
+
+def _record(where: str, part: str, record: type[Any], given: Any, sources: dict[str, str]) -> Any:
+    """A record of its table. What stands in `from` goes into `sources`."""
+    if not isinstance(given, dict):
+        raise SpecError(f"hardware file {where}: [{part}] is {given!r}: needed a table")
+    names = {f.name: f for f in fields(record)}
+    _known(where, part, given, [*names, "from"])
+    told = given.get("from", {})
+    _known(where, f"{part}.from", told, [name for name in names if name != "name"])
+    sources |= {f"{part}.{name}": str(text) for name, text in told.items()}
+    values = {name: value for name, value in given.items() if name != "from"}
+    for name, f in names.items():
+        if name not in values and f.default is MISSING and f.default_factory is MISSING:
+            raise SpecError(f"hardware file {where}: [{part}] needs {name}")
+    for name, value in values.items():
+        for key, figure in value.items() if isinstance(value, dict) else [(name, value)]:
+            _checked(where, f"{part}.{name}" + (f".{key}" if key != name else ""), name, figure)
+    return record(**values)
+
+
+def _known(where: str, part: str, given: Any, names: list[str]) -> None:
+    if not isinstance(given, dict):
+        raise SpecError(f"hardware file {where}: [{part}] is {given!r}: needed a table")
+    for key in given:
+        if key not in names:
+            raise SpecError(
+                f"hardware file {where}: {f'[{part}]' if part else 'it'} has no key {key!r}.{suggest(key, names)} "
+                f"The keys are {', '.join(names)}"
+            )
+
+
+def _checked(where: str, place: str, name: str, value: Any) -> None:
+    if name == "name":
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    right = number and 0 <= value < float("inf") and (name != "size" or isinstance(value, int))
+    right = right and (name not in (*POSITIVE, "flops") or value > 0)
+    right = right and (name not in PARTIAL or value <= 1)
+    if not right:
+        needed = "a part of 1" if name in PARTIAL else "a positive int" if name == "size" else "a number, 0 or more"
+        raise SpecError(f"hardware file {where}: {place} = {value!r}: needed {needed}")
+
+
+def to_toml(machine: Hardware) -> str:
+    """The text of a machine, which `load` reads.
+
+    >>> print(to_toml(load("rtx4090")).splitlines()[0])
+    name = "RTX 4090 24 GB, PCIe 4"
+    """
+    lines = [f"name = {_text(machine.name)}"]
+    tables = [(name, f"[{name}]", getattr(machine, name)) for name in PARTS if getattr(machine, name) is not None]
+    tables[1:1] = [(f"level.{level.name}", "[[level]]", level) for level in machine.levels]
+    for part, title, record in tables:
+        lines += ["", title]
+        for name, value in asdict(record).items():
+            if value != {}:
+                lines.append(f"{name} = {_text(value)}")
+        own = {
+            key.removeprefix(f"{part}."): text for key, text in machine.sources.items() if key.startswith(f"{part}.")
+        }
+        if own:
+            lines.append(f"from = {_text(own)}")
+    return "\n".join(lines) + "\n"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_text(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    return f"{value:g}" if isinstance(value, float) and value >= 1e6 else repr(value)

@@ -1,0 +1,140 @@
+"""Machines as data: presets with sources, rings over levels by hand, files that are refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fzero
+from fzero import hardware
+from fzero.errors import SpecError
+from fzero.hardware import Device, Hardware, NetworkLevel
+from fzero.ir.mesh import Mesh
+
+H100 = hardware.load("h100")
+
+
+@pytest.mark.parametrize("name", hardware.presets())
+def test_every_figure_of_a_preset_has_a_source(name: str) -> None:
+    machine = hardware.load(name)
+    parts = [("device", machine.device), ("host", machine.host), ("disk", machine.disk)]
+    parts += [(f"level.{level.name}", level) for level in machine.levels]
+    figures = {
+        f"{part}.{f.name}" for part, record in parts if is_dataclass(record) for f in fields(record) if f.name != "name"
+    }
+    derived = {"device.efficiency", "level.size", "host.from_device_bytes", "disk.size_gib"}
+    lacking = {f for f in figures - set(machine.sources) if f not in derived and not f.endswith(".size")}
+    assert lacking <= {"device.memory_efficiency"}
+    assert machine.budget > 0
+
+
+@pytest.mark.parametrize("name", hardware.presets())
+def test_a_machine_written_and_read_is_the_same(name: str, tmp_path: Path) -> None:
+    machine = hardware.load(name)
+    file = tmp_path / "mine.toml"
+    file.write_text(hardware.to_toml(machine), encoding="utf-8")
+    assert hardware.load(file) == machine
+
+
+def test_a_ring_within_a_node_has_the_inner_levels_figures() -> None:
+    link = H100.link(range(8))
+    assert link.latency == pytest.approx(10e-6)
+    whole = 8e9
+    assert link.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 10e-6 + whole * 7 / 8 / (450e9 * 0.88))
+
+
+def test_a_ring_across_nodes_uses_a_port_for_each_member_of_a_node() -> None:
+    """One member a node has one port; eight members of each carry the ring over eight, at most what NVLink gives."""
+    alone, together = H100.link(range(0, 64, 8)), H100.link(range(64))
+    whole = 1e9
+    assert alone.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 20e-6 + whole * 7 / 8 / 45e9)
+    rate = min(8 * 45e9, 450e9 * 0.88)
+    assert together.seconds("all_gather", int(whole), 64) == pytest.approx(63 * 20e-6 + whole * 63 / 64 / rate)
+
+
+def test_the_axes_of_a_mesh_get_the_levels_that_they_cross() -> None:
+    rates = H100.rates(Mesh((("pp", 4), ("dp", 8), ("tp", 8))))
+    assert rates.axes["tp"]["all_gather"].wire_bytes == pytest.approx(2 * 450e9 * 0.88)
+    assert rates.axes["dp"]["all_gather"].wire_bytes == pytest.approx(2 * 45e9)
+    assert rates.axes["pp"]["send"].wire_bytes == pytest.approx(45e9)
+    assert rates.transfer("send", 45_000_000, "pp", 2) == pytest.approx(1e-3 + 20e-6)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused() -> None:
+    with pytest.raises(SpecError, match="joins 2 devices, and the mesh needs 4: add a \\[\\[level\\]\\]"):
+        hardware.load("rtx4090").rates(Mesh((("dp", 4),)))
+
+
+def test_levels_of_no_multiple_are_refused() -> None:
+    device = Device(memory_gib=1, memory_bytes=1e9, flops={"fp32": 1e9})
+
+    def level(size: int) -> NetworkLevel:
+        return NetworkLevel(name=f"of {size}", size=size, bytes=1e9)
+
+    with pytest.raises(SpecError, match="joins 12 devices, which is no multiple of the 8"):
+        Hardware(name="odd", device=device, levels=(level(8), level(12)))
+
+
+GOOD = "[device]\nmemory_gib = 8\nmemory_bytes = 1e11\nflops = { fp32 = 1e12 }\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[device", "it is no TOML"),
+        ("name = 'x'", "needed a table \\[device\\], with memory_gib"),
+        (GOOD.replace("memory_gib = 8\n", ""), "\\[device\\] needs memory_gib"),
+        (GOOD.replace("memory_gib", "memory_gb"), "\\[device\\] has no key 'memory_gb'. Did you mean 'memory_gib'?"),
+        (GOOD + "[hots]\n", "it has no key 'hots'. Did you mean 'host'?"),
+        (GOOD + "headroom = 3\n", "device.headroom = 3: needed a part of 1"),
+        (GOOD + "memory_efficiency = true\n", "device.memory_efficiency = True: needed a part of 1"),
+        (GOOD.replace("1e12", "-1"), "device.flops.fp32 = -1: needed a number"),
+        (GOOD + "[level]\nname = 'x'\n", "needed \\[\\[level\\]\\], with two brackets"),
+        (GOOD + "[[level]]\nname = 'x'\nsize = 2.5\nbytes = 1\n", "level.x.size = 2.5: needed a positive int"),
+        (GOOD + "from = { flopz = 'x' }\n", "\\[device.from\\] has no key 'flopz'. Did you mean 'flops'?"),
+        ("device = 3", "\\[device\\] is 3: needed a table"),
+    ],
+)
+def test_a_file_that_is_no_machine_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(SpecError, match=said):
+        hardware.load(file)
+
+
+def test_a_folder_and_bytes_are_no_machine(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
+    for given in (tmp_path, tmp_path / "x.toml", "no\0file"):
+        with pytest.raises(SpecError, match="no preset and no file"):
+            hardware.load(given)
+
+
+def test_a_step_is_simulated_on_a_machine() -> None:
+    """Eight ranks in a node, then one rank in each of eight nodes: the same bytes, over a slower level."""
+    spec = fzero.Spec(
+        loss=lambda p, b: (b @ p["w"]).square().mean(),
+        optimizer=fzero.optim.sgd(0.1),
+        zero=3,
+        precision="bf16",
+    )
+    lowered = fzero.lower(spec, {"w": torch.empty(4096, 4096, device="meta")}, torch.empty(1, 4096), world_size=8)
+    near = fzero.simulate(lowered, H100)
+    spread = replace(H100, levels=(replace(H100.levels[1], size=8), *H100.levels[1:]))
+    far = fzero.simulate(lowered, spread)
+    assert near.busy["wire dp"] < far.busy["wire dp"]
+    assert far.seconds > near.seconds
+
+
+def test_small_products_and_short_calls_take_longer_than_their_operations() -> None:
+    """By hand: 2 m n k at half speed where the least side is `small_side`; no call under the launch."""
+    spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1), zero=0)
+    lowered = fzero.lower(spec, {"w": torch.empty(64, 4096, device="meta")}, torch.empty(2048, 64), world_size=1)
+    plain = replace(H100.rates(Mesh((("dp", 1),))), small_side=0.0, launch=0.0)
+    base = fzero.simulate(lowered, plain).compute
+    small = fzero.simulate(lowered, replace(plain, small_side=64.0)).compute
+    work = 2 * 2 * 2048 * 64 * 4096 / plain.flops[4]
+    assert small - base == pytest.approx(work, rel=0.02)  # forward and the weight's gradient: least sides 64, 64
+    assert fzero.simulate(lowered, replace(plain, launch=1.0)).compute >= 2.0
