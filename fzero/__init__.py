@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, optim, random
+from fzero import checkpoint, data, hardware, optim, random
 from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, lower, step
 from fzero.capture.joint import Mean
@@ -47,6 +47,7 @@ from fzero.ir.parse import parse
 from fzero.ir.program import Program
 from fzero.log import Log
 from fzero.pipeline import Pipeline, Schedule
+from fzero.planner import Planned, plan
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
 from fzero.shard.partition import P, groups
@@ -78,6 +79,7 @@ __all__ = [
     "OffloadError",
     "P",
     "Pipeline",
+    "Planned",
     "Precision",
     "Program",
     "Schedule",
@@ -95,6 +97,7 @@ __all__ = [
     "forward",
     "grad",
     "groups",
+    "hardware",
     "init",
     "interop",
     "load",
@@ -102,6 +105,7 @@ __all__ = [
     "optim",
     "parse",
     "per_rank",
+    "plan",
     "pmax",
     "pmean",
     "profile",

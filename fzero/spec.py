@@ -160,6 +160,11 @@ class Spec:
         self._check_form()
         _ = self.parallel, self.memory, self.numerics, self.run  # each checks itself when it is made
 
+    @property
+    def given(self) -> frozenset[str]:
+        """The names of the fields that were given, also where they equal the default. `fzero.plan` chooses others."""
+        return frozenset(self.__dict__["_given"])
+
     @functools.cached_property
     def parallel(self) -> Parallelism:
         """How the step is split over ranks: mesh, shard, sequence, pipeline, zero, params, microbatches, reduce."""
@@ -247,9 +252,18 @@ def _named(init: Callable[..., None]) -> Callable[..., None]:
                 mine = suggest(name, known)
                 of_optimizer = f" It is the optimizer's: Spec(optimizer=fzero.optim.adamw({OPTIMIZERS.get(name)}), ...)"
                 raise SpecError(f"Spec has no field {name!r}.{of_optimizer if name in OPTIMIZERS else mine}")
+        self.__dict__["_given"] = _given(values)
         init(self, **values)
 
     return checked
+
+
+def _given(values: Mapping[str, Any]) -> frozenset[str]:
+    """The fields that a user gave. `dataclasses.replace` gives all: then those that are not their defaults."""
+    known = {f.name: f.default for f in fields(Spec)}
+    if values.keys() == known.keys():
+        return frozenset(name for name, value in values.items() if value is not known[name])
+    return frozenset(values)
 
 
 Spec.__init__ = _named(Spec.__init__)  # type: ignore[method-assign]

@@ -1,0 +1,117 @@
+"""candidates: the values that the open fields of a Spec may take in a world.
+
+A field that was given is pinned: it has that one value in every candidate (`Spec.given`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fzero.compile.resolve import mesh_of
+from fzero.hardware import Hardware
+from fzero.ir.mesh import DATA, PIPELINE, Mesh
+from fzero.spec import Spec
+
+STAGES = (0, 1, 2, 3)
+REMATS = ("none", "full")
+OFFLOADS = (None, "optimizer", "optimizer+params")
+MOST_MICROBATCHES = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One value for each field that may be open. mesh: the axes, the slowest first."""
+
+    mesh: tuple[tuple[str, int], ...]
+    zero: Any
+    microbatches: int
+    remat: Any
+    offload: Any
+
+    def spec(self, base: Spec) -> Spec:
+        """The spec with these values."""
+        return replace(base, **{**self.fields, "mesh": dict(self.mesh)})
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The values by the field's name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def ranks(self) -> Mesh:
+        """The mesh."""
+        return Mesh(self.mesh)
+
+    def __str__(self) -> str:
+        mesh = " ".join(f"{name}={size}" for name, size in self.mesh)
+        offload = f" offload={self.offload}" if self.offload is not None else ""
+        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{offload}"
+
+
+def default(spec: Spec, world_size: int) -> Candidate:
+    """What the spec means without a planner."""
+    mesh = mesh_of(spec, world_size).axes
+    return Candidate(mesh, spec.zero, spec.microbatches, spec.remat, spec.offload)
+
+
+def candidates(
+    spec: Spec, given: Collection[str], world_size: int, rows: int, layers: int, machine: Hardware
+) -> Iterator[Candidate]:
+    """All candidates. given: the fields that are pinned. rows: of the global batch. layers: the numbered layers of the
+    parameters."""
+    open_ = {f.name for f in fields(Candidate)} - {*given}
+    offloads = [spec.offload] if "offload" not in open_ else OFFLOADS if machine.host is not None else OFFLOADS[:1]
+    remats = REMATS if "remat" in open_ else (spec.remat,)
+    for mesh in meshes(spec, world_size, layers, machine) if "mesh" in open_ else [mesh_of(spec, world_size).axes]:
+        for zero in stages(mesh) if "zero" in open_ else [spec.zero]:
+            for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
+                for remat in remats:
+                    for offload in offloads:
+                        yield Candidate(mesh, zero, microbatches, remat, offload)
+
+
+def meshes(spec: Spec, world_size: int, layers: int, machine: Hardware) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The meshes of a world: an axis that rules of `shard` name is at most as long as the innermost level is wide; `pp`
+    at most as long as there are layers; all other ranks split the batch, over two axes where they span two levels."""
+    named = sorted({axis for dims in (spec.shard or {}).values() for axis in dims.axes})
+    node = machine.levels[0].size if machine.levels else 1
+    widths = [n for n in _divisors(world_size) if n <= node] if len(named) == 1 else [1]
+    for width in widths:
+        inner = ((named[0], width),) if named else ()
+        for roles in _divisors(world_size // width):
+            if roles > max(layers, 1):
+                continue
+            data = world_size // width // roles
+            outer = ((PIPELINE, roles),) if roles > 1 else ()
+            yield (*outer, ("dp", data), *inner)
+            within = math.gcd(data, max(node // width, 1))
+            if 1 < within < data:
+                yield (*outer, ("dp_out", data // within), ("dp", within), *inner)
+
+
+def stages(mesh: tuple[tuple[str, int], ...]) -> list[Any]:
+    """The stages that make a difference on a mesh."""
+    sizes = dict(mesh)
+    if "dp_out" in sizes:
+        return ["hsdp", "hpz", 1]
+    return list(STAGES) if math.prod(sizes.get(axis, 1) for axis in DATA) > 1 else [0]
+
+
+def _microbatches(mesh: tuple[tuple[str, int], ...], rows: int) -> list[int]:
+    """Powers of two that divide a rank's rows; in a pipeline at least as many as roles."""
+    sizes = dict(mesh)
+    own, least = rows // math.prod(sizes.get(axis, 1) for axis in DATA), sizes.get(PIPELINE, 1)
+    found = [n for n in (2**i for i in range(MOST_MICROBATCHES.bit_length())) if own and own % n == 0]
+    return [n for n in found if n >= least] or found[-1:]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def sharded(sizes: Mapping[str, int]) -> int:
+    """Into how many parts layers are cut, by `pp` and by axes that rules of `shard` name."""
+    return math.prod(size for axis, size in sizes.items() if axis not in DATA)

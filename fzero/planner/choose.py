@@ -1,0 +1,123 @@
+"""choose: `fzero.plan`: the fastest candidate that fits, as a concrete Spec, and the reason of each of its fields.
+
+The default, what the Spec means as it stands, is always among the candidates. Another is taken only where it is
+predicted to save more than the model's own error (`GAIN`), or where the default does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from fzero.compile.lowered import Lowered
+from fzero.errors import FzeroError
+from fzero.hardware import Hardware
+from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
+from fzero.planner.candidates import Candidate, default
+from fzero.planner.nothing_fits import nothing_fits
+from fzero.planner.planned import GB, Planned, Row
+from fzero.planner.problem import Problem, problem_of
+from fzero.planner.search import Search, lowered_of, search, step_seconds
+from fzero.planner.sketch import sketched
+from fzero.spec import Spec
+
+GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
+LOWERED = 10  # candidates that are lowered
+
+
+def plan(
+    spec: Spec,
+    params_like: Any,
+    batch_like: Any,
+    *,
+    world_size: int,
+    hardware: str | Hardware,
+    memory: int | None = None,
+    most: int = LOWERED,
+) -> Planned:
+    """Chooses what the spec leaves open, before anything runs: no device is needed.
+
+    Open are the fields `mesh`, `zero`, `microbatches`, `remat` and `offload` that were not given to the Spec, and
+    `prefetch`, `bucket_bytes`, `reduce` and `update_on` where they are None. A field that was given is pinned, also
+    where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names.
+
+    params_like: as in `fzero.lower`. batch_like: the *global* batch, whose tensors have the rows of all ranks along dim
+    0. hardware: a preset's name, a TOML file or a `Hardware`. memory: bytes a rank may use of its device; None:
+    `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates are lowered.
+
+    Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
+
+    >>> import torch, fzero
+    >>> spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.adamw(1e-3), zero=1)
+    >>> meta = torch.empty(1024, 1024, device="meta")
+    >>> planned = fzero.plan(spec, {"w": meta}, torch.empty(64, 1024, device="meta"), world_size=8, hardware="h100")
+    >>> planned.spec.zero, dict(planned.spec.mesh), planned.peak <= planned.memory
+    (1, {'dp': 8}, True)
+    """
+    problem = problem_of(spec, params_like, batch_like, world_size, hardware, memory)
+    sketch = sketched(problem)
+    found = search(problem, sketch, most)
+    if not found.fitting:
+        raise nothing_fits(problem, sketch, found)
+    best = min(found.fitting, key=lambda row: row.seconds)
+    own = found.rows[default(problem.spec, world_size)]
+    if found.fits(own) and own.seconds <= best.seconds / (1 - GAIN):
+        best = own
+    table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
+    open_ = [f.name for f in fields(Candidate) if f.name not in problem.given]
+    choices = {name: _reason(name, best, table, found) for name in open_}
+    concrete, lowered, rest = _concrete(problem, best.candidate, found.programs[best.candidate])
+    seconds = step_seconds(lowered, problem.machine)
+    return Planned(concrete, lowered, seconds, {**choices, **rest}, table, problem.machine, problem.budget)
+
+
+def _concrete(problem: Problem, one: Candidate, lowered: Lowered) -> tuple[Spec, Lowered, Mapping[str, Choice[Any]]]:
+    """(the spec with nothing left to a measurement, its programs, what was decided for these fields). A pipeline's
+    roles may have been decided apart: then all take what the first has, if that fits as well."""
+    decided, role = lowered.decisions, lowered.decisions.roles[0]
+    rest: dict[str, Choice[Any]] = {"prefetch": role.prefetch, "bucket_bytes": decided.bucket_bytes}
+    if one.microbatches > 1:
+        rest["reduce"] = decided.reduce
+    if one.offload is not None:
+        rest["update_on"] = role.update_on
+    rest = {name: choice for name, choice in rest.items() if getattr(problem.spec, name) is None}
+    values = {name: choice.value for name, choice in rest.items()}
+    spec = replace(one.spec(problem.spec), **values, device_bytes=problem.spec.device_bytes)
+    try:
+        again = lowered_of(problem, spec, one.ranks)
+    except FzeroError:
+        again = lowered
+    if again.memory.peak > problem.budget:
+        spec = replace(spec, device_bytes=problem.budget, prefetch=problem.spec.prefetch)
+        again = lowered_of(problem, spec, one.ranks)
+    return spec, again, rest
+
+
+def _reason(name: str, best: Row, table: Sequence[Row], found: Search) -> Choice[Any]:
+    """Why a field has its value: the best row with another one, or else what the sketch says of it."""
+    budget = found.problem.budget
+    value = getattr(best.candidate, name)
+    shown = dict(value) if name == "mesh" else value
+    others = [row for row in table if getattr(row.candidate, name) != value and not row.refused]
+    if fitting := [row for row in others if found.fits(row)]:
+        other = min(fitting, key=lambda row: row.seconds)
+        more = other.seconds / best.seconds - 1
+        slower = f"{more:.1%} slower" if more >= 0 else f"{-more:.1%} faster, less than the model's error of {GAIN:.0%}"
+        second = RunnerUp(_value(other.candidate, name), other.seconds)
+        return Choice(shown, f"{other.candidate} is {slower}", CHOSEN, best.seconds, second, "s")
+    if others:
+        other = min(others, key=lambda row: row.peak)
+        reason = f"{other.candidate} needs {other.peak / GB:.2f} GB of {budget / GB:.2f}"
+        return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(other.candidate, name)))
+    rest = {one: cost for one, cost in found.estimates.items() if getattr(one, name) != value}
+    if not rest:
+        return Choice(shown, "there is no other value here")
+    near = min(rest, key=lambda one: (rest[one][1] > budget, rest[one]))
+    seconds, peak = rest[near]
+    reason = f"{near} was not lowered: by the sketch {seconds:.4g} s and {peak / GB:.2f} GB"
+    return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(near, name)))
+
+
+def _value(one: Candidate, name: str) -> Any:
+    return dict(one.mesh) if name == "mesh" else getattr(one, name)

@@ -1,0 +1,100 @@
+"""nothing_fits: what the least is, and the nearest that would fit: each lowered and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fzero.errors import SpecError
+from fzero.hardware import load, presets
+from fzero.planner.candidates import Candidate
+from fzero.planner.planned import GB, Row
+from fzero.planner.problem import Problem
+from fzero.planner.search import Search, search
+from fzero.planner.sketch import Sketch
+
+TRIED = 4  # candidates that are lowered for one way out
+DOUBLED = 5  # times that ranks, or halved rows, are tried
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way out. words: what to change. row: the candidate that fits then, as it was lowered."""
+
+    words: str
+    row: Row
+
+    def __str__(self) -> str:
+        return f"{self.words} ({self.row.peak / GB:.2f} GB, {self.row.seconds:.4g} s: {self.row.candidate})"
+
+
+class NothingFitsError(SpecError):
+    """Nothing fits. least: the row that is least over the budget; None if no candidate could be lowered.
+    alternatives: the nearest that fit."""
+
+    def __init__(self, text: str, least: Row | None, alternatives: tuple[Alternative, ...] = ()) -> None:
+        super().__init__(text)
+        self.least, self.alternatives = least, alternatives
+
+
+def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFitsError:
+    """The error for a problem of which no candidate fits."""
+    machine = problem.machine
+    head = f"nothing fits {problem.world_size} ranks with {problem.budget / GB:.2f} GB each ({machine.name})"
+    whole = [row for row in found.rows.values() if not row.refused]
+    if not whole:
+        first = next(iter(found.rows.values()))
+        return NothingFitsError(f"{head}: no candidate could be lowered. The first said: {first.refused}", None)
+    least = min(whole, key=lambda row: (_over(row, problem), row.peak))
+    beside = f" and {least.host / GB:.2f} GB of the host" if least.host > machine.host_budget else ""
+    ways = tuple(alternatives(problem, sketch))
+    shown = "".join(f"\n  {way}" for way in ways) or "\n  none was found: cut the model, or its sequences"
+    text = (
+        f"{head}. The least that was found is {least.peak / GB:.2f} GB ({least.peak:,} bytes){beside}: "
+        f"{least.candidate}. The nearest that fit:{shown}"
+    )
+    return NothingFitsError(text, least, ways)
+
+
+def _over(row: Row, problem: Problem) -> int:
+    return max(row.peak - problem.budget, 0) + max(row.host - problem.machine.host_budget, 0)
+
+
+def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
+    """One for each way out that leads to something that fits: pinned fields left open, more ranks, fewer rows, other
+    cards."""
+    for name in [name for name in Candidate.__dataclass_fields__ if name in problem.given]:
+        opened = replace(problem, given=problem.given - {name})
+        if row := _first(opened, sketch):
+            yield Alternative(f"leave {name} open", row)
+    if "mesh" not in problem.given:
+        for n in (problem.world_size << i for i in range(1, DOUBLED)):
+            if n <= problem.machine.devices and problem.rows % n == 0 and (row := _first(_on(problem, n), sketch)):
+                yield Alternative(f"{n} ranks", row)
+                break
+    for rows in (problem.rows >> i for i in range(1, DOUBLED)):
+        if rows and problem.rows % rows == 0 and (row := _first(replace(problem, rows=rows), sketch)):
+            yield Alternative(f"a global batch of {rows} rows", row)
+            break
+    yield from _other_cards(problem, sketch)
+
+
+def _on(problem: Problem, world_size: int) -> Problem:
+    return replace(problem, world_size=world_size)
+
+
+def _other_cards(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
+    """The card of the presets with the least memory on which it fits."""
+    machines = sorted((load(name) for name in presets()), key=lambda machine: machine.budget)
+    for machine in machines:
+        if machine.budget > problem.budget and machine.devices >= problem.world_size:
+            there = replace(problem, machine=machine, budget=machine.budget)
+            if row := _first(there, sketch):
+                yield Alternative(f"{machine.name}", row)
+                return
+
+
+def _first(problem: Problem, sketch: Sketch) -> Row | None:
+    """The fastest that fits, of a few."""
+    fitting = search(problem, sketch, TRIED).fitting
+    return min(fitting, key=lambda row: row.seconds, default=None)

@@ -1,0 +1,84 @@
+"""planned: what a planner answers: a Spec to paste, its verified programs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.compile.lowered import Lowered
+from fzero.hardware import Hardware
+from fzero.ir.decisions import Choice
+from fzero.planner.candidates import Candidate
+from fzero.spec import Spec
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate that was lowered and verified. seconds: of a step, simulated with all roles together. peak, host:
+    planned bytes of the fullest rank. refused: why there is no program; then the figures are those of the sketch."""
+
+    candidate: Candidate
+    seconds: float
+    peak: int
+    host: int = 0
+    refused: str = ""
+
+    def fits(self, memory: int, host: int) -> bool:
+        """Whether it is a program that needs no more than these bytes."""
+        return not self.refused and self.peak <= memory and self.host <= host
+
+    def cells(self, memory: int, host: int) -> str:
+        """Its line of the table."""
+        state = "fits" if self.fits(memory, host) else "refused" if self.refused else "too large"
+        figures = f"{self.seconds:10.4g} s {self.peak / GB:8.2f} GB" if not self.refused else f"{'-':>12} {'-':>11}"
+        return f"{state:9} {figures}  {self.candidate}" + (f"  ({self.refused})" if self.refused else "")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer of `fzero.plan`.
+
+    spec: concrete, to give to `fzero.init`. lowered: its programs, verified. seconds: of a step, predicted. choices: of
+    each field that was open. table: all candidates that were lowered, the fastest first. memory: the budget in bytes.
+    """
+
+    spec: Spec
+    lowered: Lowered
+    seconds: float
+    choices: Mapping[str, Choice[Any]]
+    table: tuple[Row, ...]
+    machine: Hardware
+    memory: int
+
+    @property
+    def peak(self) -> int:
+        """Planned bytes of the device of the fullest rank."""
+        return self.lowered.memory.peak
+
+    def python(self) -> str:
+        """The chosen fields as Python to paste, pin and diff.
+
+        >>> import torch, fzero
+        >>> spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))
+        >>> meta = torch.empty(64, 64, device="meta")
+        >>> print(fzero.plan(spec, {"w": meta}, torch.empty(8, 64), world_size=2, hardware="h100").python())
+        dataclasses.replace(spec, mesh={'dp': 2}, zero=3, microbatches=1, remat='none', offload=None)
+        """
+        values = ", ".join(f"{name}={getattr(self.spec, name)!r}" for name in self.choices)
+        return f"dataclasses.replace(spec, {values})"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.seconds:.4g} s a step, {self.peak / GB:.2f} of {self.memory / GB:.2f} GB a rank, on "
+            f"{self.lowered.plan.mesh.world_size} ranks of {self.machine.name} (predicted)",
+            "",
+            *(f"{name:12} {choice.value!s:24} {choice.reason}" for name, choice in self.choices.items()),
+            "",
+            *(row.cells(self.memory, self.machine.host_budget) for row in self.table),
+            "",
+            self.python(),
+        ]
+        return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,78 @@
+"""problem: what is planned: a step, its global batch, a world, a machine and a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import tree
+from fzero.compile.resolve import by_flags
+from fzero.compile.state_recipe import recipe_for
+from fzero.errors import SpecError
+from fzero.hardware import Hardware, load
+from fzero.plan.pipeline_cut import layer_of
+from fzero.spec import Spec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """given: the fields of the spec that are pinned. batch_of: the batch of a number of rows, on meta. rows: of the
+    global one. layers: the numbered layers of the parameters. budget: bytes that a rank may use of its device."""
+
+    spec: Spec
+    given: frozenset[str]
+    params_like: Any
+    batch_of: Callable[[int], Any]
+    rows: int
+    layers: int
+    world_size: int
+    machine: Hardware
+    budget: int
+
+
+def problem_of(
+    spec: Spec, params_like: Any, batch_like: Any, world_size: int, hardware: str | Hardware, memory: int | None
+) -> Problem:
+    """The arguments of `fzero.plan`, checked. Raises SpecError."""
+    given, machine = spec.given, load(hardware)
+    spec = by_flags(spec, params_like)
+    budget = memory if memory is not None else spec.device_bytes or machine.budget
+    if type(world_size) is not int or world_size < 1:
+        raise SpecError(f"fzero.plan(world_size={world_size!r}): needed a positive int")
+    if type(budget) is not int or budget < 1:
+        raise SpecError(f"fzero.plan(memory={budget!r}): needed a positive int, bytes of a rank's device")
+    if world_size > machine.devices:
+        raise SpecError(
+            f"fzero.plan(world_size={world_size}): hardware {machine.name!r} joins {machine.devices} devices: add a "
+            "[[level]] to its file, or plan for fewer"
+        )
+    batch_of, rows = _by_rows(tree.plain(batch_like))
+    layers = _layers(spec, params_like)
+    return Problem(spec, given, params_like, batch_of, rows, layers, world_size, machine, budget)
+
+
+def _by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:
+    """(the batch of a number of rows, the rows of the whole one)."""
+    leaves = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
+    counts = {int(x.shape[0]) for x in leaves if x.dim()}
+    if len(counts) != 1:
+        raise SpecError(
+            f"fzero.plan(batch_like): its tensors have {sorted(counts)} rows along dim 0: needed the global batch, "
+            "whose tensors have one number of rows"
+        )
+
+    def part(x: Any, rows: int) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.dim():
+            return x
+        return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
+
+    return lambda rows: tree.map(lambda x: part(x, rows), batch), counts.pop()
+
+
+def _layers(spec: Spec, params_like: Any) -> int:
+    recipe = recipe_for(spec, params_like, None, torch.device("cpu"))
+    below = [path.partition("/")[2] for path in recipe.paths if path.startswith("params/")]
+    return len({layer for path in below for layer, numbered in [layer_of(path)] if numbered})

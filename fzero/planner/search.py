@@ -1,0 +1,132 @@
+"""search: proposes candidates by the sketch, and lowers, verifies and simulates the best of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from fzero.api import lower
+from fzero.compile.decide import DECIDERS, Deciders
+from fzero.compile.decide.by_cost import prefetch_depth
+from fzero.compile.decide.update_place import cheaper_place
+from fzero.compile.lowered import Lowered
+from fzero.cost.step_time import roles_time
+from fzero.errors import FzeroError, SpecError
+from fzero.hardware import Hardware
+from fzero.ir.mesh import Mesh
+from fzero.ir.records import HOST
+from fzero.planner.candidates import Candidate, candidates, default
+from fzero.planner.planned import Row
+from fzero.planner.problem import Problem
+from fzero.planner.sketch import Sketch
+from fzero.spec import Spec
+
+A_MESH = 3  # candidates of one mesh that are lowered
+SLACK = 1.25  # a sketch may say so much more than the budget, and the candidate is still lowered
+SHOWN = 160  # characters of a refusal
+
+
+@dataclass
+class Search:
+    """What came of the candidates of a problem. estimates: by the sketch, seconds and bytes of all. rows, programs: of
+    those that were lowered. Only its methods write the fields."""
+
+    problem: Problem
+    estimates: Mapping[Candidate, tuple[float, int]]
+    rows: dict[Candidate, Row] = field(default_factory=dict)
+    programs: dict[Candidate, Lowered] = field(default_factory=dict)
+
+    @property
+    def fitting(self) -> list[Row]:
+        """The candidates that fit."""
+        return [row for row in self.rows.values() if self.fits(row)]
+
+    def fits(self, row: Row) -> bool:
+        """Whether a row needs no more than there is."""
+        return row.fits(self.problem.budget, self.problem.machine.host_budget)
+
+    def row(self, one: Candidate) -> Row:
+        """What a candidate takes. One that is a little too large is lowered again under the budget."""
+        if one not in self.rows:
+            try:
+                self.rows[one] = self._lowered(one, None)
+                if self.problem.budget < self.rows[one].peak <= self.problem.budget * SLACK:
+                    self.rows[one] = self._lowered(one, self.problem.budget)
+            except FzeroError as error:
+                if one not in self.rows:
+                    self.rows[one] = Row(one, math.inf, 0, 0, str(error).partition("\n")[0][:SHOWN])
+        return self.rows[one]
+
+    def _lowered(self, one: Candidate, budget: int | None) -> Row:
+        of, mesh = self.problem, one.ranks
+        spec = replace(one.spec(of.spec), device_bytes=budget)
+        lowered = lowered_of(of, spec, mesh, by_rates(of.machine, mesh))
+        self.programs[one] = lowered
+        return Row(one, step_seconds(lowered, of.machine), lowered.memory.peak, host_bytes(lowered))
+
+
+def search(problem: Problem, sketch: Sketch, most: int) -> Search:
+    """Lowers the default, and up to `most` others, the fastest by the sketch that may fit; while none fits, as many
+    again. What was lowered corrects the sketch of what was not."""
+    of = problem
+    found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine)
+    done = Search(of, {one: sketch.estimate(one, of.rows, of.machine) for one in found})
+    done.row(default(of.spec, of.world_size))
+    while (one := _next(done)) and (len(done.rows) <= most or (not done.fitting and len(done.rows) <= 2 * most)):
+        done.row(one)
+    return done
+
+
+def _next(done: Search) -> Candidate | None:
+    """The fastest candidate that is left and may fit, of a mesh that few are of; else the smallest. None: none may fit
+    where something does."""
+    left = {one: _corrected(done, one) for one in done.estimates if one not in done.rows}
+    count = Counter(one.mesh for one in done.rows)
+    near = [one for one in left if left[one][1] <= done.problem.budget]
+    few = [one for one in near if count[one.mesh] < A_MESH] if done.fitting else near
+    if few:
+        return min(few, key=lambda one: left[one])
+    return None if done.fitting else min(left, key=lambda one: left[one][1], default=None)
+
+
+def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
+    """The sketch's seconds and bytes, by what candidates like it were found to take."""
+    seconds, nbytes = done.estimates[one]
+    known = [row for row in done.rows.values() if not row.refused and row.candidate in done.estimates]
+    slower = [r.seconds / done.estimates[r.candidate][0] for r in known if r.candidate.offload == one.offload]
+    larger = [r.peak / done.estimates[r.candidate][1] for r in known if r.candidate.remat == one.remat]
+    return seconds * _mean(slower), nbytes * _mean(larger)
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None) -> Lowered:
+    """The programs of a spec over a mesh. Raises FzeroError where there are none."""
+    if problem.rows % mesh.data_ranks:
+        raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
+    batch = problem.batch_of(problem.rows // mesh.data_ranks)
+    return lower(spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders)
+
+
+def step_seconds(lowered: Lowered, machine: Hardware) -> float:
+    """Of all roles together, as simulated."""
+    return max(t.seconds for t in roles_time(lowered.programs, machine.rates(lowered.plan.mesh)).values())
+
+
+def host_bytes(lowered: Lowered) -> int:
+    """Of the fullest rank's host, if anything is held there."""
+    return max(memory.spaces[HOST] for memory in lowered.memories.values())
+
+
+def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
+    """The functions that decide, by the machine's figures in place of those measured here."""
+    rates = machine.rates(mesh)
+    return replace(
+        DECIDERS,
+        prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
+        update_on=lambda program, _: cheaper_place(program, rates),
+    )

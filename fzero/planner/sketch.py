@@ -1,0 +1,134 @@
+"""sketch: what a candidate takes, roughly, from two lowerings of the step on one rank.
+
+It only proposes: which candidates are lowered, and in which order. What a plan says of a candidate is read off its own
+programs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fzero.api import lower
+from fzero.cost.memory import account
+from fzero.cost.step_time import op_seconds
+from fzero.hardware import Hardware
+from fzero.ir.mesh import DATA, PIPELINE
+from fzero.ir.program import Program
+from fzero.planner.candidates import Candidate, sharded
+from fzero.planner.problem import Problem
+
+SAVER = 0.002  # of two that are alike, the one with fewer means to save memory
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Of one rank with `rows` rows of the batch, by the value of `remat`: `seconds` of its loss and gradient, and
+    `activations`, the bytes at the peak beyond the state and the gradients. one_row: the seconds of one row, over those
+    of `rows`: what small products and launches leave. update: seconds. params, optimizer: bytes. wire: bytes of an
+    element that is gathered, over those of one that is held."""
+
+    rows: int
+    seconds: dict[Any, float]
+    activations: dict[Any, int]
+    one_row: float
+    update: float
+    params: int
+    optimizer: int
+    wire: float
+
+    def estimate(self, one: Candidate, rows: int, machine: Hardware) -> tuple[float, int]:
+        """(seconds of a step, bytes of the device) of a candidate for a global batch of so many rows."""
+        sizes = dict(one.mesh)
+        data, parts, roles = math.prod(sizes.get(axis, 1) for axis in DATA), sharded(sizes), sizes.get(PIPELINE, 1)
+        own = rows / data / one.microbatches
+        remat = one.remat if isinstance(one.remat, str) and one.remat in self.seconds else "none"
+        computing = self.seconds[remat] * self._share(own) / parts * (one.microbatches + roles - 1)
+        stage = one.zero if isinstance(one.zero, int) else 3
+        inner = sizes["dp"] if one.zero == "hsdp" else data
+        update = self.update / parts / (inner if stage else 1)
+        exposed = max(0.0, self._transfers(one, stage, machine) - computing / 2)
+        moved = self._moves(one, inner if stage else 1, parts, machine)
+        seconds = computing + update + exposed + max(0.0, moved - computing / 2)
+        savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
+        return seconds * (1 + SAVER * savers), self._bytes(one, stage, inner, own / self.rows, parts)
+
+    def _share(self, rows: float) -> float:
+        """The seconds of so many rows, over those of `self.rows`."""
+        if self.rows == 1:
+            return rows
+        slope = (1 - self.one_row) / (self.rows - 1)
+        return max(self.one_row + slope * (rows - 1), 0.0)
+
+    def _bytes(self, one: Candidate, stage: int, inner: int, own: float, parts: int) -> int:
+        homes = str(one.offload or "")
+        params = 0 if "params" in homes else self.params / (inner if stage == 3 or (stage and self.wire < 1) else 1)
+        moments = 0 if "optimizer" in homes else self.optimizer / (inner if stage else 1)
+        gradients = self.params / (inner if stage >= 2 else 1)
+        roles = dict(one.mesh).get(PIPELINE, 1)
+        held = self.activations[one.remat if one.remat in self.activations else "none"] * own
+        return int((params + moments + gradients) / parts + held * min(roles, one.microbatches) / parts)
+
+    def _transfers(self, one: Candidate, stage: int, machine: Hardware) -> float:
+        mesh = one.ranks
+        axes = mesh.data_axes
+        if not axes or mesh.size(axes) < 2:
+            return 0.0
+        rates = machine.rates(mesh)
+        n, whole = mesh.size(axes), self.params / sharded(dict(one.mesh))
+        gathers = {0: 1, 1: 1, 2: 1, 3: 2 * one.microbatches}[stage]
+        gather = rates.transfer("all_gather", int(whole * self.wire), axes, n)
+        return gathers * gather + rates.transfer("reduce_scatter", int(whole), axes, n)
+
+    def _moves(self, one: Candidate, shards: int, parts: int, machine: Hardware) -> float:
+        host, homes = machine.host, str(one.offload or "")
+        if host is None or not homes or not host.to_device_bytes:
+            return 0.0
+        moved = (self.params + (self.optimizer if "optimizer" in homes else 0)) / shards / parts
+        updated = 2 * (self.params + self.optimizer) / shards / parts / host.adam_bytes if host.adam_bytes else 0.0
+        return max(moved / host.to_device_bytes, updated)
+
+
+def sketched(problem: Problem) -> Sketch:
+    """The sketch of a step. Raises as `fzero.lower`."""
+    spec, machine, params_like, batch_of = problem.spec, problem.machine, problem.params_like, problem.batch_of
+    rows = max(1, problem.rows // problem.world_size)
+    axes = {axis: 1 for dims in (spec.shard or {}).values() for axis in dims.axes}
+    alone = replace(
+        spec, mesh={"dp": 1, **axes}, zero=0, microbatches=1, offload=None, nvme_path=None, sequence=None,
+        pipeline=None, device_bytes=None, host_bytes=None, reduce=None,
+    )  # fmt: skip
+    remats = [spec.remat] if "remat" in problem.given else ["none", "full"]
+    seconds: dict[Any, float] = {}
+    activations: dict[Any, int] = {}
+    update, held, wire = 0.0, {"param": 0, "optimizer": 0}, 1.0
+    for remat in remats:
+        program = lower(replace(alone, remat=remat), params_like, batch_of(rows), world_size=1).program
+        key = remat if isinstance(remat, str) else "none"
+        seconds[key], update = _seconds(program, machine)
+        held = {kind: _held(program, kind) for kind in held}
+        activations[key] = max(account(program).peak - sum(held.values()) - held["param"], 0)
+        wire = _narrowest(program) if spec.numerics.policy.compute else 1.0
+    one_row = 1.0
+    if rows > 1:
+        small = lower(replace(alone, remat=remats[0]), params_like, batch_of(1), world_size=1).program
+        one_row = _seconds(small, machine)[0] / next(iter(seconds.values()))
+    return Sketch(rows, seconds, activations, one_row, update, held["param"], held["optimizer"], wire)
+
+
+def _seconds(program: Program, machine: Hardware) -> tuple[float, float]:
+    """(of the loss and its gradient, of the update)."""
+    rates = machine.rates(program.mesh)
+    taken = [(op.is_update, op_seconds(program, op, rates)[1]) for op in program.ops if not op.is_wait]
+    return sum(s for update, s in taken if not update), sum(s for update, s in taken if update)
+
+
+def _held(program: Program, kind: str) -> int:
+    return sum(buffer.nbytes for buffer in program.buffers.values() if buffer.kind == kind)
+
+
+def _narrowest(program: Program) -> float:
+    """The share of the parameters' bytes that the narrow dtype of their casts has."""
+    sizes = [b.dtype.itemsize for b in program.buffers.values() if b.kind == "param"]
+    return 2 / max(sizes, default=2)
