@@ -40,7 +40,8 @@ class Spec:
     mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
     `dp_out`, over a slower link (see `zero`). `pp` splits the model into stages (see `pipeline`). An axis of any other
     name, such as `tp`, splits layers (see `shard`). Ranks that differ only in such an axis or in `pp` must be given the
-    same batch. One axis may be -1: it gets the remaining ranks. None: all ranks are `dp`.
+    same batch. One axis may be -1: it gets the remaining ranks. None: all ranks are `dp`. "auto":
+    `fzero.plan` chooses it.
     shard: with axes such as `tp`, path rules from leaves to `fzero.P`: the mesh axis over which each dim is sharded.
     The first match wins; a leaf without a rule is replicated. As {"blocks/*/attn/w[qkv]": P("tp", None),
     "blocks/*/attn/wo": P(None, "tp")}. The loss does not change: fzero derives the transfers from the rules
@@ -122,7 +123,7 @@ class Spec:
     loss: Callable[..., Any] | None = None
     optimizer: GradientTransformation | None = None
     step: Callable[..., Any] | None = None
-    mesh: Mapping[str, int] | None = None
+    mesh: Mapping[str, int] | str | None = None
     shard: Mapping[str, P] | None = None
     sequence: str | None = None
     pipeline: str | Pipeline | None = None

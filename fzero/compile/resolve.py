@@ -13,6 +13,7 @@ from fzero.errors import FzeroError, SpecError
 from fzero.functional import forward
 from fzero.ir.mesh import PIPELINE, Mesh
 from fzero.pipeline import Pipeline
+from fzero.plan.parallelism import AUTO
 from fzero.precision import Precision
 from fzero.spec import Spec
 from fzero.training import training_of
@@ -93,7 +94,12 @@ def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:
 
     Raises SpecError where the axes do not make that world.
     """
-    axes = spec.mesh or {"dp": -1}
+    if spec.mesh == AUTO:
+        raise SpecError(
+            "mesh='auto': fzero.plan chooses it, with what else is open: "
+            "spec = fzero.plan(spec, params, batch, world_size=..., hardware=...).spec"
+        )
+    axes = spec.parallel.axes or {"dp": -1}
     if world_size is None and axes.get(PIPELINE) == -1:
         raise SpecError(f"mesh={dict(axes)}: how many roles there are follows from the world. Give world_size=, or pp")
     return Mesh.of({**axes, "dp": axes.get("dp", 1)}, world_size)

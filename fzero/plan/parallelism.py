@@ -18,6 +18,7 @@ OWN_AXES = (PIPELINE, *DATA)  # of a mesh; an axis of any other name cuts the di
 NAMED_STAGES = ("hsdp", "hpz")
 COLUMNS = {"params", "grads", "optimizer"}  # of the state, which `zero` may place one by one
 DEFAULT_PARAMS = ("params/**",)
+AUTO = "auto"  # of `mesh`: `fzero.plan` chooses it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Parallelism:
     Raises SpecError for a field that cannot be used.
     """
 
-    mesh: Mapping[str, int] | None = None
+    mesh: Mapping[str, int] | str | None = None
     shard: Mapping[str, P] | None = None
     sequence: str | None = None
     pipeline: str | Pipeline | None = None
@@ -44,6 +45,11 @@ class Parallelism:
         path_rules("params", self.params, "model/**")
         positive("microbatches", self.microbatches)
         choice("reduce", self.reduce, (None, "each", "end"))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes that `mesh` names; none where it is left to others."""
+        return dict(self.mesh) if isinstance(self.mesh, Mapping) else {}
 
     @property
     def param_rules(self) -> tuple[str, ...]:
@@ -71,7 +77,7 @@ class Parallelism:
     def _check_zero(self) -> None:
         if isinstance(self.zero, str):
             needs(self.zero in NAMED_STAGES, "zero", self.zero, "a stage 0, 1, 2 or 3, 'hsdp' or 'hpz', or path rules")
-            both = {"dp_out", "dp"} <= {*(self.mesh or {})}
+            both = {"dp_out", "dp"} <= {*self.axes}
             needs(
                 both, "zero", self.zero, "two data axes, as in mesh={'dp_out': 2, 'dp': 4}: nodes, and ranks of a node"
             )
@@ -90,7 +96,7 @@ class Parallelism:
 
     def _check_columns(self, zero: Mapping[str, Any]) -> None:
         """Raises SpecError for columns whose axes the mesh has not, or whose slices do not lie within one another."""
-        axes = [axis for axis in self.mesh or {"dp": -1} if axis in DATA]
+        axes = [axis for axis in self.axes or {"dp": -1} if axis in DATA]
         needs(zero.keys() == COLUMNS, "zero", zero, "all of params, grads and optimizer")
         for name, column in zero.items():
             fits = isinstance(column, (tuple, list)) and all(axis in axes for axis in column)
@@ -102,24 +108,26 @@ class Parallelism:
         needs(smaller, "zero", zero, "params over no more axes than grads, and grads over no more than the optimizer")
 
     def _check_mesh(self) -> None:
-        if self.mesh is None:
+        if self.mesh is None or self.mesh == AUTO:
             return
-        needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, "axis sizes, as in {'dp': 2}")
-        for axis, size in self.mesh.items():
+        form = "axis sizes, as in {'dp': 2}, or 'auto'"
+        needs(isinstance(self.mesh, Mapping) and bool(self.mesh), "mesh", self.mesh, form)
+        mesh = self.axes
+        for axis, size in mesh.items():
             fits = isinstance(axis, str) and axis.isidentifier()
-            needs(fits, "mesh", dict(self.mesh), f"names as 'dp' and 'tp', not {axis!r}")
+            needs(fits, "mesh", mesh, f"names as 'dp' and 'tp', not {axis!r}")
             if size != -1:
                 positive(f"mesh[{axis!r}]", size)
-        if list(self.mesh.values()).count(-1) > 1:
-            raise SpecError(f"mesh={dict(self.mesh)}: one axis may be -1, the rest of the world")
-        names = [*self.mesh]
+        if list(mesh.values()).count(-1) > 1:
+            raise SpecError(f"mesh={mesh}: one axis may be -1, the rest of the world")
+        names = [*mesh]
         if {"dp_out", "dp"} <= {*names} and names.index("dp_out") > names.index("dp"):
-            fixed = {**{name: self.mesh[name] for name in names if name != "dp"}, "dp": self.mesh["dp"]}
-            needs(False, "mesh", dict(self.mesh), f"`dp_out` before `dp`, the axis inside it: mesh={fixed}")
+            fixed = {**{name: mesh[name] for name in names if name != "dp"}, "dp": mesh["dp"]}
+            needs(False, "mesh", mesh, f"`dp_out` before `dp`, the axis inside it: mesh={fixed}")
 
     def _check_shard(self) -> None:
         """Raises SpecError for rules that are none, for an axis that cuts no leaf, and for one that cuts nothing."""
-        mesh, rules = dict(self.mesh or {}), self.shard
+        mesh, rules = self.axes, self.shard
         form = "path rules to fzero.P, as in {'blocks/*/w1': fzero.P('tp', None)}"
         if rules is not None:
             needs(isinstance(rules, Mapping) and bool(rules), "shard", rules, form)
@@ -141,7 +149,7 @@ class Parallelism:
                 example = f"shard= with {axis!r} in a rule, as in shard={{'blocks/*/w1': P({axis!r}, None)}}"
                 hint = suggest(axis, [name for name in (*OWN_AXES, *named) if name not in mesh])
                 needs(False, "mesh", mesh, example + (f".{hint}" if hint else ""))
-        for axis in sorted(named - mesh.keys()):
+        for axis in sorted(named - mesh.keys()) if self.mesh != AUTO else ():
             wanted = f"an axis {axis!r} in mesh, as in mesh={{'dp': -1, {axis!r}: 2}}"
             hint = suggest(axis, [name for name in mesh if name not in OWN_AXES])
             needs(False, "shard", dict(rules or {}), wanted + (f".{hint}" if hint else ""))
@@ -155,7 +163,7 @@ class Parallelism:
         if isinstance(self.pipeline, str):
             choice("pipeline", self.pipeline, tuple(SCHEDULES))
         shown = self.pipeline if isinstance(self.pipeline, str) else type(self.pipeline).__name__
-        fits = isinstance(self.mesh, Mapping) and PIPELINE in self.mesh
+        fits = self.mesh == AUTO or PIPELINE in self.axes
         needs(fits, "pipeline", shown, f"an axis `pp` in mesh, as in mesh={{'pp': 2, 'dp': -1}}; it is {self.mesh}")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from fzero.compile.resolve import mesh_of
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE, Mesh
+from fzero.plan.parallelism import AUTO
 from fzero.spec import Spec
 
 STAGES = (0, 1, 2, 3)
@@ -40,6 +41,10 @@ class Candidate:
         """The values by the field's name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def differs(self, other: Candidate) -> int:
+        """In how many fields it differs."""
+        return sum(value != other.fields[name] for name, value in self.fields.items())
+
     @property
     def ranks(self) -> Mesh:
         """The mesh."""
@@ -53,7 +58,9 @@ class Candidate:
 
 def default(spec: Spec, world_size: int) -> Candidate:
     """What the spec means without a planner."""
-    mesh = mesh_of(spec, world_size).axes
+    named = sorted({axis for dims in (spec.shard or {}).values() for axis in dims.axes})
+    auto = (("dp", world_size), *((axis, 1) for axis in named))
+    mesh = auto if spec.mesh == AUTO else mesh_of(spec, world_size).axes
     return Candidate(mesh, spec.zero, spec.microbatches, spec.remat, spec.offload)
 
 

@@ -16,14 +16,13 @@ from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.planner.candidates import Candidate, default
 from fzero.planner.nothing_fits import nothing_fits
-from fzero.planner.planned import GB, Planned, Row
+from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
 from fzero.planner.search import Search, lowered_of, search, step_seconds
 from fzero.planner.sketch import sketched
 from fzero.spec import Spec
 
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
-LOWERED = 10  # candidates that are lowered
 
 
 def plan(
@@ -34,7 +33,7 @@ def plan(
     world_size: int,
     hardware: str | Hardware,
     memory: int | None = None,
-    most: int = LOWERED,
+    most: int | None = None,
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
@@ -44,7 +43,8 @@ def plan(
 
     params_like: as in `fzero.lower`. batch_like: the *global* batch, whose tensors have the rows of all ranks along dim
     0. hardware: a preset's name, a TOML file or a `Hardware`. memory: bytes a rank may use of its device; None:
-    `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates are lowered.
+    `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates
+    are lowered, about; None: ten, or more of small programs.
 
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 
@@ -108,14 +108,14 @@ def _reason(name: str, best: Row, table: Sequence[Row], found: Search) -> Choice
         return Choice(shown, f"{other.candidate} is {slower}", CHOSEN, best.seconds, second, "s")
     if others:
         other = min(others, key=lambda row: row.peak)
-        reason = f"{other.candidate} needs {other.peak / GB:.2f} GB of {budget / GB:.2f}"
+        reason = f"{other.candidate} needs {size(other.peak)} of {size(budget)}"
         return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(other.candidate, name)))
     rest = {one: cost for one, cost in found.estimates.items() if getattr(one, name) != value}
     if not rest:
         return Choice(shown, "there is no other value here")
     near = min(rest, key=lambda one: (rest[one][1] > budget, rest[one]))
     seconds, peak = rest[near]
-    reason = f"{near} was not lowered: by the sketch {seconds:.4g} s and {peak / GB:.2f} GB"
+    reason = f"{near} was not lowered: by the sketch {seconds:.4g} s and {size(peak)}"
     return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(near, name)))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fzero.errors import SpecError
 from fzero.hardware import load, presets
 from fzero.planner.candidates import Candidate
-from fzero.planner.planned import GB, Row
+from fzero.planner.planned import Row, size
 from fzero.planner.problem import Problem
 from fzero.planner.search import Search, search
 from fzero.planner.sketch import Sketch
@@ -25,7 +25,7 @@ class Alternative:
     row: Row
 
     def __str__(self) -> str:
-        return f"{self.words} ({self.row.peak / GB:.2f} GB, {self.row.seconds:.4g} s: {self.row.candidate})"
+        return f"{self.words} ({size(self.row.peak)}, {self.row.seconds:.4g} s: {self.row.candidate})"
 
 
 class NothingFitsError(SpecError):
@@ -40,17 +40,18 @@ class NothingFitsError(SpecError):
 def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFitsError:
     """The error for a problem of which no candidate fits."""
     machine = problem.machine
-    head = f"nothing fits {problem.world_size} ranks with {problem.budget / GB:.2f} GB each ({machine.name})"
+    head = f"nothing fits {problem.world_size} ranks with {size(problem.budget)} each ({machine.name})"
     whole = [row for row in found.rows.values() if not row.refused]
     if not whole:
         first = next(iter(found.rows.values()))
         return NothingFitsError(f"{head}: no candidate could be lowered. The first said: {first.refused}", None)
-    least = min(whole, key=lambda row: (_over(row, problem), row.peak))
-    beside = f" and {least.host / GB:.2f} GB of the host" if least.host > machine.host_budget else ""
+    nearest = sorted(whole, key=lambda row: (_over(row, problem), row.peak))[:TRIED]
+    least = min((found.tightest(row.candidate) for row in nearest), key=lambda row: (_over(row, problem), row.peak))
+    beside = f" and {size(least.host)} of the host" if least.host > machine.host_budget else ""
     ways = tuple(alternatives(problem, sketch))
     shown = "".join(f"\n  {way}" for way in ways) or "\n  none was found: cut the model, or its sequences"
     text = (
-        f"{head}. The least that was found is {least.peak / GB:.2f} GB ({least.peak:,} bytes){beside}: "
+        f"{head}. The least that was found is {size(least.peak)} ({least.peak:,} bytes){beside}: "
         f"{least.candidate}. The nearest that fit:{shown}"
     )
     return NothingFitsError(text, least, ways)

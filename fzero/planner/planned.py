@@ -12,7 +12,13 @@ from fzero.ir.decisions import Choice
 from fzero.planner.candidates import Candidate
 from fzero.spec import Spec
 
-GB = 1e9
+
+def size(nbytes: int) -> str:
+    """
+    >>> size(3_200_000), size(41_000_000_000)
+    ('3.20 MB', '41.00 GB')
+    """
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Row:
     def cells(self, memory: int, host: int) -> str:
         """Its line of the table."""
         state = "fits" if self.fits(memory, host) else "refused" if self.refused else "too large"
-        figures = f"{self.seconds:10.4g} s {self.peak / GB:8.2f} GB" if not self.refused else f"{'-':>12} {'-':>11}"
+        figures = f"{self.seconds:10.4g} s {size(self.peak):>11}" if not self.refused else f"{'-':>12} {'-':>11}"
         return f"{state:9} {figures}  {self.candidate}" + (f"  ({self.refused})" if self.refused else "")
 
 
@@ -72,7 +78,7 @@ class Planned:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.seconds:.4g} s a step, {self.peak / GB:.2f} of {self.memory / GB:.2f} GB a rank, on "
+            f"{self.seconds:.4g} s a step, {size(self.peak)} of {size(self.memory)} a rank, on "
             f"{self.lowered.plan.mesh.world_size} ranks of {self.machine.name} (predicted)",
             "",
             *(f"{name:12} {choice.value!s:24} {choice.reason}" for name, choice in self.choices.items()),

@@ -13,6 +13,7 @@ from fzero.compile.resolve import by_flags
 from fzero.compile.state_recipe import recipe_for
 from fzero.errors import SpecError
 from fzero.hardware import Hardware, load
+from fzero.plan.parallelism import AUTO
 from fzero.plan.pipeline_cut import layer_of
 from fzero.spec import Spec
 
@@ -37,7 +38,7 @@ def problem_of(
     spec: Spec, params_like: Any, batch_like: Any, world_size: int, hardware: str | Hardware, memory: int | None
 ) -> Problem:
     """The arguments of `fzero.plan`, checked. Raises SpecError."""
-    given, machine = spec.given, load(hardware)
+    given, machine = spec.given - ({"mesh"} if spec.mesh == AUTO else set()), load(hardware)
     spec = by_flags(spec, params_like)
     budget = memory if memory is not None else spec.device_bytes or machine.budget
     if type(world_size) is not int or world_size < 1:

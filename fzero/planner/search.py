@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fzero.api import lower
 from fzero.compile.decide import DECIDERS, Deciders
-from fzero.compile.decide.by_cost import prefetch_depth
+from fzero.compile.decide.budgets import SMALL_TILE
+from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
 from fzero.compile.decide.update_place import cheaper_place
 from fzero.compile.lowered import Lowered
 from fzero.cost.step_time import roles_time
 from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware
+from fzero.ir.decisions import Choice
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import HOST
 from fzero.planner.candidates import Candidate, candidates, default
@@ -23,8 +25,10 @@ from fzero.planner.problem import Problem
 from fzero.planner.sketch import Sketch
 from fzero.spec import Spec
 
-A_MESH = 3  # candidates of one mesh that are lowered
-SLACK = 1.25  # a sketch may say so much more than the budget, and the candidate is still lowered
+LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many ops, and not fewer than that
+A_MESH = 3  # candidates of one mesh that are lowered, at least
+SLACK = 2  # a program that needs no more than this of the budget is lowered again, under the budget
+NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
 SHOWN = 160  # characters of a refusal
 
 
@@ -48,7 +52,7 @@ class Search:
         return row.fits(self.problem.budget, self.problem.machine.host_budget)
 
     def row(self, one: Candidate) -> Row:
-        """What a candidate takes. One that is a little too large is lowered again under the budget."""
+        """What a candidate takes. One that is too large is lowered again under the budget."""
         if one not in self.rows:
             try:
                 self.rows[one] = self._lowered(one, None)
@@ -59,45 +63,81 @@ class Search:
                     self.rows[one] = Row(one, math.inf, 0, 0, str(error).partition("\n")[0][:SHOWN])
         return self.rows[one]
 
-    def _lowered(self, one: Candidate, budget: int | None) -> Row:
+    def tightest(self, one: Candidate) -> Row:
+        """What a candidate needs at least: nothing is brought before it is needed."""
+        table = by_rates(self.problem.machine, one.ranks)
+        least = replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=_always(SMALL_TILE))
+        return self._lowered(one, None, least)
+
+    def _lowered(self, one: Candidate, budget: int | None, deciders: Deciders | None = None) -> Row:
         of, mesh = self.problem, one.ranks
         spec = replace(one.spec(of.spec), device_bytes=budget)
-        lowered = lowered_of(of, spec, mesh, by_rates(of.machine, mesh))
+        lowered = lowered_of(of, spec, mesh, deciders or by_rates(of.machine, mesh))
         self.programs[one] = lowered
         return Row(one, step_seconds(lowered, of.machine), lowered.memory.peak, host_bytes(lowered))
 
 
-def search(problem: Problem, sketch: Sketch, most: int) -> Search:
+def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     """Lowers the default, and up to `most` others, the fastest by the sketch that may fit; while none fits, as many
-    again. What was lowered corrects the sketch of what was not."""
-    of = problem
+    again. What was lowered corrects the sketch of what was not. most: None for as many as programs of so many ops
+    allow."""
+    of, most = problem, most or max(LEAST, OPS // sketch.ops)
     found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine)
     done = Search(of, {one: sketch.estimate(one, of.rows, of.machine) for one in found})
     done.row(default(of.spec, of.world_size))
-    while (one := _next(done)) and (len(done.rows) <= most or (not done.fitting and len(done.rows) <= 2 * most)):
+    a_mesh = max(A_MESH, most // max(len({one.mesh for one in done.estimates}), 1))
+    while (one := _next(done, a_mesh)) and (
+        len(done.rows) <= most or (not done.fitting and len(done.rows) <= 2 * most)
+    ):
         done.row(one)
+    _refine(done, most)
     return done
 
 
-def _next(done: Search) -> Candidate | None:
+def _refine(done: Search, most: int) -> None:
+    """Lowers what differs from the fastest in one field alone, and may be faster, until nothing is."""
+    tried: set[Candidate] = set()
+    while done.fitting and len(done.rows) <= 3 * most:
+        best = min(done.fitting, key=lambda row: row.seconds)
+        if best.candidate in tried:
+            return
+        tried.add(best.candidate)
+        for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
+            near = _corrected(done, one)[0] < NEAR * best.seconds
+            if near and one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most:
+                done.row(one)
+
+
+def _next(done: Search, a_mesh: int) -> Candidate | None:
     """The fastest candidate that is left and may fit, of a mesh that few are of; else the smallest. None: none may fit
     where something does."""
     left = {one: _corrected(done, one) for one in done.estimates if one not in done.rows}
     count = Counter(one.mesh for one in done.rows)
-    near = [one for one in left if left[one][1] <= done.problem.budget]
-    few = [one for one in near if count[one.mesh] < A_MESH] if done.fitting else near
+    near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]
+    few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
+    unseen = [one for one in near if not count[one.mesh]]
+    if unseen and done.fitting:
+        few = unseen  # each mesh once, so that it is known what the sketch is worth there
     if few:
         return min(few, key=lambda one: left[one])
     return None if done.fitting else min(left, key=lambda one: left[one][1], default=None)
 
 
 def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
-    """The sketch's seconds and bytes, by what candidates like it were found to take."""
+    """The sketch's seconds and bytes, by what the candidates most like it were found to take."""
     seconds, nbytes = done.estimates[one]
     known = [row for row in done.rows.values() if not row.refused and row.candidate in done.estimates]
-    slower = [r.seconds / done.estimates[r.candidate][0] for r in known if r.candidate.offload == one.offload]
-    larger = [r.peak / done.estimates[r.candidate][1] for r in known if r.candidate.remat == one.remat]
+    slower = [r.seconds / done.estimates[r.candidate][0] for r in _alike(known, one, ("mesh", "offload"))]
+    larger = [r.peak / max(done.estimates[r.candidate][1], 1) for r in _alike(known, one, ("remat", "offload"))]
     return seconds * _mean(slower), nbytes * _mean(larger)
+
+
+def _alike(rows: Sequence[Row], one: Candidate, names: Sequence[str]) -> Sequence[Row]:
+    """The rows of candidates with the same fields of these names; where there are none, of one of them."""
+    for wanted in (names, names[:1], names[1:]):
+        if found := [r for r in rows if all(getattr(r.candidate, n) == getattr(one, n) for n in wanted)]:
+            return found
+    return rows
 
 
 def _mean(ratios: Sequence[float]) -> float:
@@ -122,11 +162,16 @@ def host_bytes(lowered: Lowered) -> int:
     return max(memory.spaces[HOST] for memory in lowered.memories.values())
 
 
+def _always(value: int) -> Callable[..., Choice[int]]:
+    return lambda *_: Choice(value, "as little as there is")
+
+
 def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
     """The functions that decide, by the machine's figures in place of those measured here."""
     rates = machine.rates(mesh)
     return replace(
         DECIDERS,
+        bucket_bytes=lambda _: bucket_bytes({}),
         prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
         update_on=lambda program, _: cheaper_place(program, rates),
     )

@@ -27,7 +27,7 @@ class Sketch:
     """Of one rank with `rows` rows of the batch, by the value of `remat`: `seconds` of its loss and gradient, and
     `activations`, the bytes at the peak beyond the state and the gradients. one_row: the seconds of one row, over those
     of `rows`: what small products and launches leave. update: seconds. params, optimizer: bytes. wire: bytes of an
-    element that is gathered, over those of one that is held."""
+    element that is gathered, over those of one that is held. ops: of the program."""
 
     rows: int
     seconds: dict[Any, float]
@@ -37,13 +37,14 @@ class Sketch:
     params: int
     optimizer: int
     wire: float
+    ops: int
 
     def estimate(self, one: Candidate, rows: int, machine: Hardware) -> tuple[float, int]:
         """(seconds of a step, bytes of the device) of a candidate for a global batch of so many rows."""
         sizes = dict(one.mesh)
         data, parts, roles = math.prod(sizes.get(axis, 1) for axis in DATA), sharded(sizes), sizes.get(PIPELINE, 1)
         own = rows / data / one.microbatches
-        remat = one.remat if isinstance(one.remat, str) and one.remat in self.seconds else "none"
+        remat = self._like(one.remat)
         computing = self.seconds[remat] * self._share(own) / parts * (one.microbatches + roles - 1)
         stage = one.zero if isinstance(one.zero, int) else 3
         inner = sizes["dp"] if one.zero == "hsdp" else data
@@ -53,6 +54,10 @@ class Sketch:
         seconds = computing + update + exposed + max(0.0, moved - computing / 2)
         savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
         return seconds * (1 + SAVER * savers), self._bytes(one, stage, inner, own / self.rows, parts)
+
+    def _like(self, remat: Any) -> Any:
+        """The value of `remat` that was sketched: of rules, the first."""
+        return remat if isinstance(remat, str) and remat in self.seconds else next(iter(self.seconds))
 
     def _share(self, rows: float) -> float:
         """The seconds of so many rows, over those of `self.rows`."""
@@ -67,7 +72,7 @@ class Sketch:
         moments = 0 if "optimizer" in homes else self.optimizer / (inner if stage else 1)
         gradients = self.params / (inner if stage >= 2 else 1)
         roles = dict(one.mesh).get(PIPELINE, 1)
-        held = self.activations[one.remat if one.remat in self.activations else "none"] * own
+        held = self.activations[self._like(one.remat)] * own
         return int((params + moments + gradients) / parts + held * min(roles, one.microbatches) / parts)
 
     def _transfers(self, one: Candidate, stage: int, machine: Hardware) -> float:
@@ -99,13 +104,15 @@ def sketched(problem: Problem) -> Sketch:
         spec, mesh={"dp": 1, **axes}, zero=0, microbatches=1, offload=None, nvme_path=None, sequence=None,
         pipeline=None, device_bytes=None, host_bytes=None, reduce=None,
     )  # fmt: skip
-    remats = [spec.remat] if "remat" in problem.given else ["none", "full"]
+    remats: list[Any] = ["none", "full"]
+    if spec.remat not in remats:
+        remats.insert(0, spec.remat)
     seconds: dict[Any, float] = {}
     activations: dict[Any, int] = {}
     update, held, wire = 0.0, {"param": 0, "optimizer": 0}, 1.0
     for remat in remats:
         program = lower(replace(alone, remat=remat), params_like, batch_of(rows), world_size=1).program
-        key = remat if isinstance(remat, str) else "none"
+        key = remat if isinstance(remat, str) else "by rules"
         seconds[key], update = _seconds(program, machine)
         held = {kind: _held(program, kind) for kind in held}
         activations[key] = max(account(program).peak - sum(held.values()) - held["param"], 0)
@@ -114,7 +121,7 @@ def sketched(problem: Problem) -> Sketch:
     if rows > 1:
         small = lower(replace(alone, remat=remats[0]), params_like, batch_of(1), world_size=1).program
         one_row = _seconds(small, machine)[0] / next(iter(seconds.values()))
-    return Sketch(rows, seconds, activations, one_row, update, held["param"], held["optimizer"], wire)
+    return Sketch(rows, seconds, activations, one_row, update, held["param"], held["optimizer"], wire, len(program.ops))
 
 
 def _seconds(program: Program, machine: Hardware) -> tuple[float, float]:

@@ -1,0 +1,237 @@
+"""fzero.plan: what it answers fits, is as fast as what brute force finds, and can be pasted; what is given stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import optim
+from fzero.errors import SpecError
+from fzero.hardware import Device, Hardware, Host, NetworkLevel
+from fzero.planner import NothingFitsError, candidates, choose, search
+from fzero.planner.candidates import Candidate
+from fzero.planner.problem import problem_of
+
+# small enough that layers of a few hundred columns fill it, with a network that one notices
+TOY = Hardware(
+    name="toy",
+    device=Device(memory_gib=0.01, memory_bytes=1e10, flops={"fp32": 1e11}, launch_us=1),
+    levels=(
+        NetworkLevel(name="node", size=4, bytes=2e9, latency_us=5),
+        NetworkLevel(name="net", size=64, bytes=2e8, latency_us=20),
+    ),
+    host=Host(memory_gib=1, to_device_bytes=1e9, from_device_bytes=1e9, adam_bytes=1e10),
+)
+
+
+def layers(n: int, width: int) -> Any:
+    return {"layers": [{"w": torch.empty(width, width, device="meta")} for _ in range(n)]}
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    for layer in p["layers"]:
+        x = torch.tanh(x @ layer["w"])
+    return x.square().mean()
+
+
+def given(**fields: Any) -> fzero.Spec:
+    return fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), **fields)
+
+
+def planned(
+    spec: fzero.Spec | None = None, n: int = 3, width: int = 64, rows: int = 16, world: int = 4, **options: Any
+) -> fzero.Planned:
+    options = {"hardware": TOY, "most": 8, **options}
+    return fzero.plan(
+        spec or given(), layers(n, width), torch.empty(rows, width, device="meta"), world_size=world, **options
+    )
+
+
+def test_what_was_given_is_pinned_also_where_it_is_the_default() -> None:
+    """3 is the stage of a Spec that says nothing; said, it stays."""
+    for zero in (1, 3):
+        found = planned(given(zero=zero, mesh={"dp": 4}))
+        assert {row.candidate.zero for row in found.table} == {zero}
+        assert {row.candidate.mesh for row in found.table} == {(("dp", 4),)}
+        assert sorted(found.choices)[:3] == ["bucket_bytes", "microbatches", "offload"]
+        assert "zero" not in found.choices
+    assert len({row.candidate.zero for row in planned().table}) > 1
+
+
+def test_a_spec_knows_what_was_given() -> None:
+    spec = given(zero=3, remat="none")
+    assert spec.given == {"loss", "optimizer", "zero", "remat"}
+    assert replace(spec, microbatches=2).given == {"loss", "optimizer", "microbatches"}, "of a copy: no defaults"
+
+
+def test_the_answer_is_text_that_makes_the_same_program() -> None:
+    found = planned(memory=375_000)
+    spec = given()
+    pasted = eval(found.python(), {"dataclasses": dataclasses, "spec": spec})
+    data = pasted_mesh(pasted)
+    again = fzero.lower(pasted, layers(3, 64), torch.empty(16 // data, 64, device="meta"), world_size=4)
+    assert again.digest == found.lowered.digest
+
+
+def pasted_mesh(spec: fzero.Spec) -> int:
+    sizes = dict(spec.mesh or {})
+    return sizes.get("dp", 1) * sizes.get("dp_out", 1)
+
+
+def test_a_mesh_that_is_left_open_is_no_mesh_to_run_on() -> None:
+    with pytest.raises(SpecError, match=r"mesh='auto': fzero.plan chooses it"):
+        fzero.lower(given(mesh="auto"), layers(1, 8), torch.empty(4, 8), world_size=2)
+    assert planned(given(mesh="auto")).spec.mesh == planned().spec.mesh
+
+
+def test_the_same_file_gives_the_same_answer() -> None:
+    assert str(planned(memory=375_000)) == str(planned(memory=375_000))
+
+
+def test_the_default_is_among_the_candidates_and_the_answer_no_slower() -> None:
+    for world, memory in itertools.product((1, 2, 8), (None, 280_000)):
+        try:
+            found = planned(world=world, memory=memory)
+        except NothingFitsError:
+            continue
+        plain = next(row for row in found.table if row.candidate == candidates.default(given(), world))
+        assert not plain.fits(found.memory, TOY.host_budget) or found.seconds <= plain.seconds * (1 + 1e-9)
+        assert found.peak <= found.memory
+
+
+def test_less_memory_is_bought_with_time() -> None:
+    """Of falling budgets each answer fits, and none is faster than that of a larger one."""
+    seconds = []
+    for memory in (1_500_000, 560_000, 280_000, 190_000):
+        try:
+            found = planned(memory=memory, most=12)
+        except NothingFitsError:
+            break
+        assert found.peak <= memory
+        seconds.append(found.seconds)
+    assert len(seconds) > 2
+    assert all(later >= earlier * (1 - choose.GAIN) for earlier, later in itertools.pairwise(seconds))
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.sampled(2)
+def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
+    """A random model, memory, world and machine: all candidates are lowered, and none that fits is predicted more than
+    2 % faster than the answer, beyond what the default is given."""
+    rng = random.Random(seed)
+    n, width, world = rng.choice((2, 3)), rng.choice((32, 64)), rng.choice((2, 4))
+    rows = world * rng.choice((1, 2))
+    machine = replace(TOY, levels=(replace(TOY.levels[0], bytes=rng.choice((2e8, 2e9, 2e10))), TOY.levels[1]))
+    spec = given(clip_norm=1.0) if rng.random() < 0.5 else given()
+    room = rng.uniform(0.4, 3) * 16 * n * width * width
+    problem = problem_of(
+        spec, layers(n, width), torch.empty(rows, width, device="meta"), world, machine, int(room) + 4096
+    )
+    every = search.Search(problem, {})
+    for one in candidates.candidates(spec, problem.given, world, rows, n, machine):
+        every.row(one)
+    if not every.fitting:
+        with pytest.raises(NothingFitsError):
+            planned(spec, n, width, rows, world, hardware=machine, memory=problem.budget)
+        return
+    found = planned(spec, n, width, rows, world, hardware=machine, memory=problem.budget, most=200)
+    best = min(every.fitting, key=lambda row: row.seconds)
+    assert found.seconds <= best.seconds * (1 + 0.02) / (1 - choose.GAIN), (str(found), best)
+
+
+def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits() -> None:
+    """One byte less than the least is refused, the least itself is planned; the ways out are lowered programs."""
+    with pytest.raises(NothingFitsError, match=r"nothing fits 2 ranks with 0\.02 MB each") as caught:
+        planned(world=2, memory=20_000, most=4)
+    least = caught.value.least
+    assert least is not None
+    assert f"({least.peak:,} bytes)" in str(caught.value)
+    assert planned(world=2, memory=least.peak, most=12).peak <= least.peak
+    with pytest.raises(NothingFitsError):
+        planned(given(**{**least.candidate.fields, "mesh": dict(least.candidate.mesh)}), world=2, memory=least.peak - 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "memory", "rows", "words"),
+    [
+        ({}, 70_000, 16, "ranks"),
+        ({"zero": 0, "mesh": {"dp": 2}, "offload": None}, 170_000, 16, "leave offload open"),
+        ({"zero": 0, "mesh": {"dp": 2}, "remat": "none", "microbatches": 1}, 320_000, 1024, "rows"),
+    ],
+)
+def test_ways_out(fields: dict[str, Any], memory: int, rows: int, words: str) -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        planned(given(**fields), world=2, memory=memory, rows=rows, most=4)
+    ways = {way.words: way.row for way in caught.value.alternatives}
+    assert any(words in name for name in ways), str(caught.value)
+    assert all(row.peak <= memory for name, row in ways.items() if "GB" not in name)
+    assert "The nearest that fit:\n  " in str(caught.value)
+
+
+def test_widths_of_the_axis_that_rules_name() -> None:
+    """Every width up to a node's; the axis is part of the answer."""
+
+    def two(p: Any, x: Tensor) -> Tensor:
+        return (torch.relu(x @ p["up"]) @ p["down"]).square().mean()
+
+    rules = {"up": fzero.P(None, "tp"), "down": fzero.P("tp", None)}
+    spec = fzero.Spec(loss=two, optimizer=optim.sgd(0.1), shard=rules, mesh="auto")
+    params = {"up": torch.empty(64, 256, device="meta"), "down": torch.empty(256, 64, device="meta")}
+    found = fzero.plan(spec, params, torch.empty(8, 64, device="meta"), world_size=8, hardware=TOY, most=30)
+    assert {dict(row.candidate.mesh)["tp"] for row in found.table} == {1, 2, 4}
+    assert not any(row.refused for row in found.table)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"world": 0}, "world_size=0\\): needed a positive int"),
+        ({"memory": -1}, "memory=-1\\): needed a positive int"),
+        ({"world": 128}, "hardware 'toy' joins 64 devices"),
+        ({"hardware": "h1000"}, "no preset and no file. Did you mean 'h100'"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        planned(**change)
+
+
+def test_a_batch_without_one_number_of_rows_is_refused() -> None:
+    batch = {"x": torch.empty(4, 8), "y": torch.empty(2)}
+    with pytest.raises(SpecError, match="have \\[2, 4\\] rows along dim 0: needed the global batch"):
+        fzero.plan(given(), layers(1, 8), batch, world_size=2, hardware=TOY)
+
+
+def test_a_loss_that_cannot_be_lowered_raises_its_own_error() -> None:
+    def wrong(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["layers"][0]["w"].t()[:3]).sum()
+
+    spec = fzero.Spec(loss=wrong, optimizer=optim.sgd(0.1))
+    with pytest.raises(Exception, match=r"aten\.mm.default of f32\[2, 8\] and f32\[3, 8\]"):
+        fzero.plan(spec, layers(1, 8), torch.empty(4, 8), world_size=2, hardware=TOY)
+
+
+def test_reasons_of_each_field(golden: Callable[[str, str], None]) -> None:
+    golden("planner/tight", str(planned(memory=280_000)))
+
+
+def test_candidates_of_a_world(golden: Callable[[str, str], None]) -> None:
+    found = candidates.meshes(given(), 8, 4, TOY)
+    assert list(found) == [
+        (("dp", 8),),
+        (("dp_out", 2), ("dp", 4)),
+        (("pp", 2), ("dp", 4)),
+        (("pp", 4), ("dp", 2)),
+    ]
+    assert candidates.stages((("dp", 1),)) == [0]
+    shown = Candidate((("pp", 2), ("dp", 4)), 1, 4, "full", "optimizer")
+    assert str(shown) == "pp=2 dp=4 zero=1 microbatches=4 remat=full offload=optimizer"
