@@ -45,8 +45,8 @@ def loss_of(heads: int) -> Any:
 
     def attend(p: Any, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        parts = F.linear(x, p["qkv"]).view(rows, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        q, k, v = F.linear(x, p["qkv"]).view(rows, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.linear(mixed.transpose(1, 2).reshape(x.shape), p["out"])
 
     def loss(params: Any, batch: Any) -> Tensor:

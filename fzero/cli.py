@@ -18,6 +18,7 @@ from fzero.errors import FzeroError, printable
 from fzero.interop import commands
 from fzero.interop.config import command as config
 from fzero.log import plot
+from fzero.planner import plan_command
 from fzero.tools import doctor, verify_report
 from fzero.tree import suggest
 
@@ -71,6 +72,7 @@ COMMANDS: dict[str, Command] = {
         commands.deepspeed_arguments,
         commands.import_deepspeed,
     ),
+    "plan": Command("choose what a Spec leaves open", plan_command.add_arguments, plan_command.command),
     "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),
     "verify": Command(
         "verify the program of a report again, that an error named", verify_report.add_arguments, verify_report.command

@@ -58,7 +58,7 @@ def measured(
     seconds = {key: costs[key][table[key]] for key in keys}
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
-    speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
+    speeds = [product_flops(torch.bfloat16), product_flops(torch.float32), stream_bytes()]
     figures = [float(f"{value:.3g}") for value in (*seconds.values(), beside, *speeds)]
     *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size)
     seconds = dict(zip(keys, spent, strict=True))
@@ -116,12 +116,13 @@ def _hidden(move: _Move, comm: Comm) -> float:
     return min(max((alone + compute_alone - both) / min(alone, compute_alone), 0.0), 1.0)
 
 
-def _flops(dtype: torch.dtype) -> float:
+def product_flops(dtype: torch.dtype) -> float:
+    """Operations a second of a product of this thread count."""
     a = torch.ones(384, 384, dtype=dtype)
     return 2 * 384**3 / _least(lambda: torch.mm(a, a))
 
 
-def _memory() -> float:
+def stream_bytes() -> float:
     """Bytes per second of an elementwise op that reads two values and writes one; the tensors exceed most caches."""
     a, b = (torch.ones(1 << 22, dtype=torch.float32) for _ in range(2))
     return 3 * a.numel() * 4 / _least(lambda: torch.add(a, b, out=a))

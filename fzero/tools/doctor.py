@@ -18,8 +18,10 @@ from pathlib import Path
 
 from fzero import progress
 from fzero.comm import selftest
+from fzero.hardware import to_toml
 from fzero.tools import machine_probes, speed_probes
-from fzero.tools.finding import Finding, healthy, line
+from fzero.tools.finding import MB, Finding, healthy, line
+from fzero.tools.measured_machine import measured_machine
 
 Probe = Callable[[], Iterator[Finding]]
 
@@ -69,12 +71,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", type=Path, default=Path(), help="whose disk is tried (default: this directory)")
     parser.add_argument("--disk-mb", type=int, default=64, help="how much is written there, at most (default: 64)")
     parser.add_argument("--mesh", default="", help="axes as in pp=2,dp=4: which of them cross nodes, under torchrun")
+    parser.add_argument("--hardware", type=Path, help="measure this machine into a file for fzero.plan and simulate")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints the findings. Returns exit status 0 if all that fzero needs works, else 1. With `--mesh` ranks of
     torchrun other than 0 take part in the measurement and print nothing."""
+    if arguments.hardware is not None:
+        text = to_toml(measured_machine(arguments.dir.resolve(), max(arguments.disk_mb, 1) * MB))
+        arguments.hardware.write_text(text, encoding="utf-8")
+        print(text, end="")
+        return 0
     findings: list[Finding] = []
     tried = probes(arguments.dir.resolve(), max(arguments.disk_mb, 1), arguments.mesh)
     if arguments.mesh and os.environ.get("RANK", "0") != "0":

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fzero._torch_compat import inductor_lacks
+from fzero.errors import FzeroError
 from fzero.tools.finding import MB, Finding, size_text
 
 LEAST_FILES = 1024  # descriptors: gloo and the arenas take some for each rank of a machine
@@ -72,13 +73,25 @@ def processor() -> Iterator[Finding]:
     if threads > usable:
         status, fix = "warning", f"OMP_NUM_THREADS={usable}: more threads than cores slow each other down"
     yield Finding("processor", status, f"{usable} cores{pinned}; torch uses {threads} threads", fix)
-    meminfo = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
-    memory = {name: int(size) << 10 for name, size in re.findall(r"(MemTotal|MemAvailable):\s+(\d+) kB", meminfo)}
+    memory = _meminfo()
     if memory:
         limit, total = _cgroup_limit(), memory["MemTotal"]
         bound = f"; this container may use {size_text(limit)}" if limit is not None and limit < total else ""
         text = f"{size_text(total)}, {size_text(memory['MemAvailable'])} available{bound}"
         yield Finding("memory", "ok", text, figures={f"{name}_bytes": float(size) for name, size in memory.items()})
+
+
+def _meminfo() -> dict[str, int]:
+    meminfo = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
+    return {name: int(size) << 10 for name, size in re.findall(r"(MemTotal|MemAvailable):\s+(\d+) kB", meminfo)}
+
+
+def memory_bytes() -> int:
+    """Of this machine, or of its container. Raises FzeroError where the system does not say."""
+    known = [size for size in (_meminfo().get("MemTotal"), _cgroup_limit()) if size]
+    if not known:
+        raise FzeroError("this system does not say how much memory it has: write the file by hand (docs/choosing.md)")
+    return min(known)
 
 
 def _affinity() -> list[int]:

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import optim
+from fzero import cli, optim
 from fzero.errors import SpecError
 from fzero.hardware import Device, Hardware, Host, NetworkLevel
 from fzero.planner import NothingFitsError, candidates, choose, search
@@ -235,3 +236,42 @@ def test_candidates_of_a_world(golden: Callable[[str, str], None]) -> None:
     assert candidates.stages((("dp", 1),)) == [0]
     shown = Candidate((("pp", 2), ("dp", 4)), 1, 4, "full", "optimizer")
     assert str(shown) == "pp=2 dp=4 zero=1 microbatches=4 remat=full offload=optimizer"
+
+
+PROBLEM = """
+import fzero, torch
+
+def problem():
+    spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))
+    return spec, {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
+
+number = 3
+short = lambda: 3
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "problem_of_mine.py"
+    file.write_text(PROBLEM, encoding="utf-8")
+    named = [f"{file}:problem", "--ranks", "2", "--hardware", "h100"]
+    assert cli.main(["plan", *named, "--python"]) == 0
+    assert capsys.readouterr().out.startswith("dataclasses.replace(spec, mesh={'dp': 2}")
+    assert cli.main(["plan", *named]) == 0
+    assert "on 2 ranks of DGX H100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{file}:other", "has no function 'other'"),
+        ("{file}:number", "has no function 'number'"),
+        ("{file}:short", "it returned int; needed (spec, params_like, batch_like)"),
+        ("{file}", "needed FILE.py:FUNCTION"),
+        ("nowhere.py:problem", "needed FILE.py:FUNCTION"),
+    ],
+)
+def test_what_the_command_refuses(name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "problem_of_mine.py"
+    file.write_text(PROBLEM, encoding="utf-8")
+    assert cli.main(["plan", name.format(file=file), "--ranks", "2", "--hardware", "h100"]) == 2
+    assert said in capsys.readouterr().err

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fzero import cli
+from fzero import cli, hardware
 from fzero.comm import selftest
 from fzero.comm.selftest import LoopbackError, TransportResult
 from fzero.disk import direct
+from fzero.ir.mesh import Mesh
 from fzero.tools import machine_probes, speed_probes
 from fzero.tools.doctor import guarded
 from fzero.tools.finding import Finding, healthy, line
@@ -158,3 +159,16 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with pytest.raises(LoopbackError, match=r"did not end within 0\.01 s"):
         selftest.run(0.01)
+
+
+def test_this_machine_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured, written, read again; a step is simulated on it."""
+    file = tmp_path / "mine.toml"
+    assert cli.main(["doctor", "--hardware", str(file), "--dir", str(tmp_path), "--disk-mb", "1"]) == 0
+    machine = hardware.load(file)
+    assert capsys.readouterr().out == file.read_text()
+    assert 1e8 < machine.device.flops["fp32"] < 1e13
+    assert 1e8 < machine.device.memory_bytes < 1e12
+    assert machine.levels[0].bytes > 1e6
+    rates = machine.rates(Mesh((("dp", machine.devices),)))
+    assert machine.devices < 2 or rates.transfer("all_gather", 1 << 20, "dp", machine.devices) > 0

@@ -1,0 +1,51 @@
+"""plan_command: `fzero plan FILE:FUNCTION`: plans what a function of the user's returns."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from fzero.errors import SpecError
+from fzero.hardware import presets
+from fzero.planner.choose import plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `fzero plan`."""
+    parser.add_argument("problem", help="FILE.py:FUNCTION, which returns (spec, params_like, batch_like)")
+    parser.add_argument("--ranks", type=int, required=True, help="of the world")
+    parser.add_argument("--hardware", required=True, help=f"a TOML file, or one of {', '.join(presets())}")
+    parser.add_argument("--memory", type=int, help="bytes that a rank may use of its device")
+    parser.add_argument("--python", action="store_true", help="print the answer alone, as Python")
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Prints the plan."""
+    spec, params, batch = problem(arguments.problem)
+    found = plan(spec, params, batch, world_size=arguments.ranks, hardware=arguments.hardware, memory=arguments.memory)
+    print(found.python() if arguments.python else found)
+    return 0
+
+
+def problem(text: str) -> tuple[Any, Any, Any]:
+    """What the function of `FILE.py:FUNCTION` returns. Raises SpecError where there is none, or it returns other."""
+    file, _, name = text.rpartition(":")
+    path = Path(file)
+    if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
+        raise SpecError(f"{text!r}: needed FILE.py:FUNCTION, a function that returns (spec, params_like, batch_like)")
+    sys.path.insert(0, str(path.parent.resolve()))
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise SpecError(f"{text!r}: {path} has no function {name!r}")
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 3):
+        raise SpecError(f"{text!r}: it returned {type(made).__name__}; needed (spec, params_like, batch_like)")
+    return made
