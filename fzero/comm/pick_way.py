@@ -50,7 +50,9 @@ def measured(
     keys = [(kind, size) for kind in WAYS for size in SIZES]
     moves = {key: _Move(*key, ranks, memory) for key in keys}
     costs = {
-        key: {way: _least(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms}
+        key: {
+            way: fastest_of(partial(moves[key].run, comms[way]), TIMES[key[1]]) for way in WAYS[key[0]] if way in comms
+        }
         for key in keys
     }
     fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
@@ -58,7 +60,7 @@ def measured(
     seconds = {key: costs[key][table[key]] for key in keys}
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
-    speeds = [product_flops(torch.bfloat16), product_flops(torch.float32), stream_bytes()]
+    speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
     figures = [float(f"{value:.3g}") for value in (*seconds.values(), beside, *speeds)]
     *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size)
     seconds = dict(zip(keys, spent, strict=True))
@@ -102,8 +104,8 @@ class _Move:
 def _hidden(move: _Move, comm: Comm) -> float:
     """The fraction of a transfer that passes while this rank computes for as long as the transfer takes."""
     a, b, out = (torch.ones(256, 256, dtype=torch.float32) for _ in range(3))
-    product = _least(lambda: torch.mm(a, b, out=out))
-    alone = _least(lambda: move.run(comm))
+    product = fastest_of(lambda: torch.mm(a, b, out=out))
+    alone = fastest_of(lambda: move.run(comm))
     # every rank issues the same transfers; how much it computes beside them is its own affair
     times = min(max(1, round(alone / product)), 1000)
 
@@ -111,24 +113,23 @@ def _hidden(move: _Move, comm: Comm) -> float:
         for _ in range(times):
             torch.mm(a, b, out=out)
 
-    compute_alone = _least(compute)
-    both = _least(lambda: move.run(comm, compute))
+    compute_alone = fastest_of(compute)
+    both = fastest_of(lambda: move.run(comm, compute))
     return min(max((alone + compute_alone - both) / min(alone, compute_alone), 0.0), 1.0)
 
 
-def product_flops(dtype: torch.dtype) -> float:
-    """Operations a second of a product of this thread count."""
+def _flops(dtype: torch.dtype) -> float:
     a = torch.ones(384, 384, dtype=dtype)
-    return 2 * 384**3 / _least(lambda: torch.mm(a, a))
+    return 2 * 384**3 / fastest_of(lambda: torch.mm(a, a))
 
 
-def stream_bytes() -> float:
+def _memory() -> float:
     """Bytes per second of an elementwise op that reads two values and writes one; the tensors exceed most caches."""
     a, b = (torch.ones(1 << 22, dtype=torch.float32) for _ in range(2))
-    return 3 * a.numel() * 4 / _least(lambda: torch.add(a, b, out=a))
+    return 3 * a.numel() * 4 / fastest_of(lambda: torch.add(a, b, out=a))
 
 
-def _least(run: Callable[[], object], times: int = 4) -> float:
+def fastest_of(run: Callable[[], object], times: int = 4) -> float:
     """Seconds of the fastest of a few runs."""
     least = math.inf
     for _ in range(times):
