@@ -28,7 +28,6 @@ import fzero
 from benchmarks import machine
 from benchmarks.link import free_port
 from benchmarks.run import write
-from examples.plan import empty, loss_of
 from fzero import optim, tree
 from fzero.hardware import load, to_toml
 from fzero.tools.measured_machine import measured_machine
@@ -44,7 +43,12 @@ def cases() -> list[dict[str, Any]]:
     for zero in (0, 1, 3):
         for remat in ("none", "full"):
             for microbatches, precision in ((1, "fp32"), (4, "fp32"), (1, "bf16")):
-                fields = {"zero": zero, "remat": remat, "microbatches": microbatches, "precision": precision}
+                fields: dict[str, Any] = {
+                    "zero": zero,
+                    "remat": remat,
+                    "microbatches": microbatches,
+                    "precision": precision,
+                }
                 found.append({"model": "deep", "rows": 4, "fields": {"mesh": {"dp": 2}, **fields}})
     for microbatches in (4, 8):
         fields = {"mesh": {"pp": 2, "dp": 1}, "zero": 0, "microbatches": microbatches}
@@ -59,6 +63,8 @@ def cases() -> list[dict[str, Any]]:
 
 
 def started(model: str) -> Any:
+    from plan import empty  # of examples/, which ranks have on their path
+
     layers, width, _, words = MODELS[model]
     made = torch.Generator().manual_seed(0)
     return tree.map(lambda x: torch.randn(x.shape, generator=made) * 0.02, empty(layers, width, words))
@@ -66,6 +72,8 @@ def started(model: str) -> Any:
 
 def rank(file: str, out: str, steps: int) -> None:
     """What one rank does: every case, its predicted and measured seconds."""
+    from plan import empty, loss_of
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     here, lines = load(file), []
@@ -104,14 +112,19 @@ def main() -> None:
         here = measured_machine(Path(folder), 16 << 20)
         file.write_text(to_toml(here))
         env = {**os.environ, "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        env |= {"OMP_NUM_THREADS": "1", "FZERO_PROGRESS": "0", "PYTHONPATH": str(machine.ROOT)}
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "FZERO_PROGRESS": "0",
+            "PYTHONPATH": f"{machine.ROOT}{os.pathsep}{machine.ROOT / 'examples'}",
+        }
         code = f"from benchmarks.predicted import rank; rank({str(file)!r}, {str(out)!r}, {given.steps})"
         command = [sys.executable, "-c", code]
         ranks = [
             subprocess.Popen(command, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, cwd=machine.ROOT)
             for r in range(RANKS)
         ]
-        if any([process.wait() for process in ranks]):
+        ended = [process.wait() for process in ranks]
+        if any(ended):
             raise SystemExit("a rank failed: its error is above")
         lines = json.loads(out.read_text())
     console = Console()

@@ -28,6 +28,7 @@ from fzero.tools.machine_probes import memory_bytes
 GIB = 1 << 30
 MB = 1 << 20
 SECONDS = 60.0
+FIGURES = ("memory_bytes", "memory_efficiency", "flops", "attention", "launch_us")
 
 
 def figures() -> dict[str, float]:
@@ -92,9 +93,7 @@ def measured_machine(folder: Path, disk_bytes: int) -> Hardware:
         launch_us=round(found["launch"] * 1e6, 2),
     )
     here = f"measured by fzero doctor, {ranks} ranks at once"
-    sources = {
-        f"device.{name}": here for name in ("memory_bytes", "memory_efficiency", "flops", "attention", "launch_us")
-    }
+    sources = {f"device.{name}": here for name in FIGURES}
     sources["device.memory_gib"] = f"the machine's, divided by {ranks} cores"
     sources["level.loopback.bytes"] = f"measured by fzero doctor, {way}"
     loopback = float(f"{best.mb_per_s['all-gather'] * MB:.3g}")
