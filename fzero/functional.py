@@ -17,11 +17,11 @@ from fzero import random, tree
 from fzero._torch_compat import in_functorch
 from fzero.capture import ambient
 from fzero.capture.context import Tracing, active
-from fzero.capture.graph import PerRank, Roles
-from fzero.capture.joint import Joint, safe
+from fzero.capture.graph import PerRank
+from fzero.capture.joint import Joint
+from fzero.capture.joint_region import combined, means, region_outputs
 from fzero.capture.provenance import describe, user_line
-from fzero.capture.region import add_region
-from fzero.errors import CaptureError, SpecError, leaf_name
+from fzero.errors import CaptureError, SpecError
 from fzero.ir.mesh import DATA, PIPELINE, parts_of
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
@@ -111,8 +111,8 @@ def _gradient(
                 "value_and_grad(precision=...) with a loss scale: in a step of your own it is part of the state. Pass "
                 "scale=state['scale']['scale'] and update it with fzero.LossScale, or give Precision(compute='fp16')"
             )
-        outs = _region(joint, joint.value_and_grad, tracing, batch_argnum)
-        return _combined(joint, outs, num)
+        outs = region_outputs(joint, joint.value_and_grad, tracing, batch_argnum, _part_keys(key, num))
+        return combined(joint, outs)
 
     return _steady_outside(wrapped)
 
@@ -135,7 +135,8 @@ def forward(
         tracing = active()
         _check_outer("forward", tracing)
         joint = Joint(fn, params, args, kwargs, _policy(precision, tracing), key=key)
-        return _means(joint, _region(joint, joint.forward, tracing, 1))
+        outs = region_outputs(joint, joint.forward, tracing, 1, _part_keys(key, joint.microbatches))
+        return means(joint, outs)
 
     return _steady_outside(wrapped)
 
@@ -292,28 +293,6 @@ def _check_params(paths: list[str], leaves: list[Any]) -> None:
             )
 
 
-def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[torch.Tensor], prefix: str) -> None:
-    """Raises CaptureError unless the batch can be cut into `num` parts along dim 0."""
-    if num > 1 and not any(sliced):
-        raise CaptureError(
-            f"microbatches={num} cuts the batch along dim 0, but argument {int(prefix.split('/')[1]) + 1} after the "
-            "parameters has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
-        )
-    for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
-        if cut and (leaf.shape[0] % num or not leaf.shape[0]):
-            raise CaptureError(
-                f"{_argument(path, prefix)} is {describe(leaf)}: dim 0 must be divisible by microbatches={num}"
-                f"{f'. {-(-leaf.shape[0] // num) * num} rows are' if leaf.shape[0] else ', and not 0'}"
-            )
-
-
-def _argument(path: str, prefix: str) -> str:
-    """The name in messages of a leaf of a loss's arguments after the parameters."""
-    if path == prefix or path.startswith(prefix + "/"):
-        return leaf_name("batch", path.removeprefix(prefix).lstrip("/"))
-    return leaf_name("arguments", path.partition("/")[2])
-
-
 def _check_outer(name: str, tracing: Tracing | None) -> None:
     if (tracing is not None and tracing.depth) or in_functorch():
         raise CaptureError(
@@ -353,39 +332,6 @@ def _entering(tracing: Tracing | None) -> Callable[[str], None]:
     return enter
 
 
-def _region(
-    joint: Joint, fn: Callable[..., list[torch.Tensor]], tracing: Tracing | None, batch_argnum: int
-) -> list[torch.Tensor]:
-    """The joint's outputs: computed at once outside a step, else by one node of the step's graph."""
-    num = joint.microbatches
-    others = joint.others
-    if joint.key is not None:
-        others = [*others, _part_keys(joint.key, num)]
-    if tracing is None:
-        return fn(*joint.leaves, *others)
-    prefix = f"0/{batch_argnum - 1}"
-    paths = joint.other_paths
-    sliced = [
-        num > 1 and (path == prefix or path.startswith(prefix + "/")) and leaf.ndim > 0
-        for path, leaf in zip(paths, others, strict=False)
-    ]
-    _check_slices(num, sliced, paths, others[: len(paths)], prefix)
-    names = [leaf_name("params", p) for p in joint.paths]
-    names += [_argument(p, prefix) for p in paths]
-    if joint.key is not None:
-        sliced, names = [*sliced, num > 1], [*names, "key"]
-    marks = joint.marks
-
-    def roles() -> Roles:
-        summed = {0, 1 + len(marks.grad_of)} | set(range(1, 1 + len(marks.grad_of))) if marks.has_count else set()
-        first = 1 + len(marks.grad_of) + marks.has_count if joint.metrics else 0  # of what aux_kinds speaks of
-        summed |= {first + i for i, kind in enumerate(marks.aux_kinds) if kind in ("total", "count")}
-        wire = {1 + n: joint.precision.wire_dtype(joint.leaves[i].dtype) for n, i in enumerate(marks.grad_of)}
-        return Roles(marks.grad_of, frozenset(summed), wire)
-
-    return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
-
-
 def _steady_outside(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, which outside of a step leaves torch's settings around the call (`fzero.capture.ambient`)."""
 
@@ -408,52 +354,11 @@ def _usable(*arguments: Any) -> Any:
     return tree.map(usable, arguments)
 
 
-def _part_keys(key: torch.Tensor, num: int) -> torch.Tensor:
+def _part_keys(key: torch.Tensor | None, num: int) -> torch.Tensor | None:
     """Returns (num, 2): the keys of this rank's parts of the batch. Part j of all has fold_in(key, j) on every rank."""
+    if key is None:
+        return None
     first = axis_index(device=key.device) * num
     parts = first + torch.arange(num, device=key.device)
     keys: torch.Tensor = torch.vmap(lambda j: random.fold_in(key, j))(parts)
     return keys
-
-
-def _combined(joint: Joint, outs: list[torch.Tensor], num: int) -> Any:
-    """(loss, gradients) from a region's outputs: reduced, divided, and in the parameters' dtypes."""
-    marks = joint.marks
-    how = "sum" if marks.has_count else "mean"
-    end = 1 + len(marks.grad_of)
-    loss = _reduce(outs[0], how)
-    divisor = safe(_reduce(outs[end], "sum")) if marks.has_count else None
-    loss = loss if divisor is None else loss / divisor
-    grad_at = dict(zip(marks.grad_of, outs[1:end], strict=True))
-    grads = []
-    for i, leaf in enumerate(joint.leaves):
-        if i not in grad_at:
-            grads.append(torch.zeros_like(leaf))
-            continue
-        g = _reduce(grad_at[i], how)
-        g = g if divisor is None else g / divisor
-        g = g if joint.scale is None else g / joint.scale
-        held_low = joint.precision.params is not None  # the update is made in fp32 then
-        grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
-    aux = outs[end + marks.has_count :]
-    if joint.metrics:
-        return (loss, _means(joint, aux)), tree.unflatten(joint.treedef, grads)
-    value = (loss, tree.unflatten(marks.aux_treedef, aux)) if joint.has_aux else loss
-    return value, tree.unflatten(joint.treedef, grads)
-
-
-def _means(joint: Joint, outs: list[torch.Tensor]) -> Any:
-    """The pytree of a forward's results, or of a loss's metrics, from the region's outputs: means over the ranks."""
-    results = []
-    for i, (kind, value) in enumerate(zip(joint.marks.aux_kinds, outs, strict=True)):
-        if kind == "total":
-            results.append(_reduce(value, "sum") / safe(_reduce(outs[i + 1], "sum")))
-        elif kind != "count":
-            results.append(_reduce(value, "mean") if kind == "mean" else value)
-    return tree.unflatten(joint.marks.aux_treedef, results)
-
-
-def _reduce(x: torch.Tensor, how: str) -> torch.Tensor:
-    tracing = active()
-    result: torch.Tensor = torch.ops.fzero.reduce(x, how, tracing.axis if tracing else "dp")
-    return result

@@ -10,6 +10,7 @@ Nothing is baked in silently: `fzero.capture.tracing` lists the refusals. A clos
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,7 @@ def capture(
     batch_paths, batch_leaves, batch_treedef = tree.flatten(batch)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in batch_leaves]
     inputs = [fake_like(mode, leaf) for leaf in state_leaves]
-    inputs += [fake_like(mode, leaf) for leaf, tensor in zip(batch_leaves, is_tensor, strict=True) if tensor]
+    inputs += [fake_like(mode, leaf) for leaf in itertools.compress(batch_leaves, is_tensor)]
     metric_names: tuple[str, ...] = ()
     metrics_treedef: Any = None
 
@@ -74,14 +75,11 @@ def capture(
         return [*new_leaves, *metrics]
 
     names = [leaf_name("state", p) for p in state_paths]
-    names += [leaf_name("batch", p) for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor]
+    names += [leaf_name("batch", p) for p in itertools.compress(batch_paths, is_tensor)]
     reading = Reading((*fns, step))
     tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
     tracing.paused = reading.paused
-    values = zip(batch_paths, map(opened, batch_leaves), is_tensor, strict=True)
-    tracing.static = {
-        id(x): leaf_name("batch", p) for p, x, tensor in values if isinstance(x, torch.Tensor) and not tensor
-    }
+    tracing.static = _static(batch_paths, batch_leaves, is_tensor)
     with while_active(tracing):
         with reading:
             gm = trace(tracing, flat, inputs, names)
@@ -89,20 +87,18 @@ def capture(
         constants = _lift(tracing, gm)
     fold_updates(gm)
     segments.normalised(gm)
+    fed, known = tuple(itertools.compress(batch_paths, is_tensor)), tracing.known.baked(tracing.fns)
     graph = Graph(
-        gm,
-        tuple(tracing.regions),
-        tuple(state_paths),
-        tuple(p for p, tensor in zip(batch_paths, is_tensor, strict=True) if tensor),
-        constants,
-        metric_names,
-        metrics_treedef,
-        (),
-        tracing.known.baked(tracing.fns),
-        reads,
+        gm, tuple(tracing.regions), tuple(state_paths), fed, constants, metric_names, metrics_treedef, (), known, reads
     )
     without_equal(graph, per_rank)
     return replace(graph, varying_metrics=varying_metrics(graph, per_rank))
+
+
+def _static(paths: list[str], leaves: list[Any], is_tensor: list[bool]) -> dict[int, str]:
+    """The names of the batch's static tensors, by the id of their value."""
+    values = zip(paths, map(opened, leaves), is_tensor, strict=True)
+    return {id(x): leaf_name("batch", p) for p, x, tensor in values if isinstance(x, torch.Tensor) and not tensor}
 
 
 def _check_result(result: Any, paths: list[str], leaves: list[Any], per_rank: Sequence[str]) -> list[Any]:

@@ -61,64 +61,85 @@ def layout(
 
     pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
     compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. shard: path
-    rules to the axes that cut the dims; the first match wins. home: the space in which a leaf of
-    a bucket is held, from its path; leaves in no bucket stay on the device.
+    rules to the axes that cut the dims; the first match wins. home: the space in which a leaf of a bucket is held, from
+    its path; leaves in no bucket stay on the device.
 
     Raises SpecError for a rule that matches nothing or leaves a leaf without a stage, and as `pipeline` does.
     """
     batch = batch_layout(mesh)
     codes_of = scales(paths, leaves, per_rank)
-    apart = {i for i, path in enumerate(paths) if path in per_rank} | set(codes_of)
-    flat = [i for i, leaf in enumerate(leaves) if i not in apart and _may_be_cut(leaf)]
-    classes = with_scales(leaf_classes(flat, paths, leaves), codes_of, paths, leaves)
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
-    follows = followers(classes, leaves, is_param)
-    lies = layouts(classes, follows, paths, leaves, shard or {}, mesh)
-    classes = [replace(c, layout=layout) for c, layout in zip(classes, lies, strict=True)]
+    flat = [i for i, x in enumerate(leaves) if paths[i] not in per_rank and i not in codes_of and _may_be_cut(x)]
+    classes, follows = _laid_out(flat, codes_of, paths, leaves, is_param, shard or {}, mesh)
     parts = _parts(classes, leaves)
     stages = stages_of(classes, paths, zero)
     if batch.parts > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
-    for number, leaf_class in enumerate(classes):
-        lead = parts[leaf_class.members[0][1]]
-        classes[number] = replace(leaf_class, lead=lead, stage=stages[number], cast=compute(leaf_class.path, lead))
+    leads = [(c, parts[c.members[0][1]], stage) for c, stage in zip(classes, stages, strict=True)]
+    classes = [replace(c, lead=lead, stage=stage, cast=compute(c.path, lead)) for c, lead, stage in leads]
     cut = pipeline(*_layers(classes, follows)) if pipeline is not None else None
-    if cut is not None:
-        led = [c if of is None else classes[of.leader] for c, of in zip(classes, follows, strict=True)]
-        classes = [replace(c, chunk=cut.chunk(leader.path)) for c, leader in zip(classes, led, strict=True)]
-    homes = [home(path) for path in paths]
+    classes = _chunked(classes, follows, cut)
     buckets: dict[str, Bucket] = {}
     bucket_layouts: dict[str, BucketLayout] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for bucket, members in filled(classes, parts, homes, bucket_bytes, batch.parts, batch):
+    for bucket, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
         chunk = members[0].chunk
         bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
         buckets[bucket.name], bucket_layouts[bucket.name] = bucket, row_of(members[0].stage, batch)
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)
             kind, dtype = "param" if is_param[first] else "optimizer", leaves[first].dtype
-            sharded = (
-                _column(bucket_layouts[bucket.name], members[0], dtype, is_param[first]).axes if batch.parts > 1 else ""
-            )
+            sharded = _column(bucket_layouts[bucket.name], members[0], dtype, is_param[first], batch).axes
             per = ALIGN if first in codes_of else 1
             shape = ((bucket.length // mesh.size(sharded) if sharded else bucket.length) // per,)
             buffers[name] = Buffer(
-                name, dtype, shape, kind, bucket.name, sharded or None, per=per, space=homes[first], entry=prefix
+                name, dtype, shape, kind, bucket.name, sharded or None, per=per, space=home(paths[first]), entry=prefix
             )
             for index, member in enumerate(members):
                 i = member.members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, index, layout=member.layout)
     for i in sorted(set(range(len(paths))) - set(places)):
-        name = unused(buffer_name(paths[i] or "state"), buffers)
-        places[i] = leaf = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, None, paths[i] in per_rank)
-        buffers[name] = Buffer(name, leaf.dtype, leaf.shape, "state", per_rank=leaf.per_rank)
-    leaves_in_order = tuple(places[i] for i in range(len(paths)))
-    return Plan(batch, mesh, buckets, _on_disk(buffers), leaves_in_order, cut, bucket_layouts)
+        places[i], buffer = _alone(paths[i], leaves[i], paths[i] in per_rank, buffers)
+        buffers[buffer.name] = buffer
+    return Plan(batch, mesh, buckets, _on_disk(buffers), tuple(places[i] for i in sorted(places)), cut, bucket_layouts)
 
 
-def _column(row: BucketLayout, leaf_class: LeafClass, dtype: torch.dtype, is_param: bool) -> Layout:
+def _laid_out(
+    flat: list[int],
+    codes_of: Mapping[int, int],
+    paths: Sequence[str],
+    leaves: Sequence[torch.Tensor],
+    is_param: Sequence[bool],
+    shard: Mapping[str, P],
+    mesh: Mesh,
+) -> tuple[list[LeafClass], Sequence[Follows | None]]:
+    """(the classes of flat leaves, each with its layout over the model axes; whom each follows)."""
+    classes = with_scales(leaf_classes(flat, paths, leaves), codes_of, paths, leaves)
+    follows = followers(classes, leaves, is_param)
+    lies = layouts(classes, follows, paths, leaves, shard, mesh)
+    return [replace(c, layout=layout) for c, layout in zip(classes, lies, strict=True)], follows
+
+
+def _chunked(classes: list[LeafClass], follows: Sequence[Follows | None], cut: Cut | None) -> list[LeafClass]:
+    """The classes, each in the chunk of the pipeline of the class that it follows."""
+    if cut is None:
+        return classes
+    led = [c if of is None else classes[of.leader] for c, of in zip(classes, follows, strict=True)]
+    return [replace(c, chunk=cut.chunk(leader.path)) for c, leader in zip(classes, led, strict=True)]
+
+
+def _alone(path: str, leaf: torch.Tensor, per_rank: bool, buffers: Mapping[str, Buffer]) -> tuple[Leaf, Buffer]:
+    """A leaf in no bucket, and the buffer that is its own."""
+    name = unused(buffer_name(path or "state"), buffers)
+    place = Leaf(path, tuple(leaf.shape), leaf.dtype, name, None, per_rank)
+    return place, Buffer(name, place.dtype, place.shape, "state", per_rank=per_rank)
+
+
+def _column(row: BucketLayout, leaf_class: LeafClass, dtype: torch.dtype, is_param: bool, batch: Layout) -> Layout:
     """How a column of this dtype lies. Parameters that are gathered in fewer bits are held as what updates them is."""
+    if batch.parts == 1:
+        return Layout()
     narrow = leaf_class.cast.itemsize < dtype.itemsize
     return row.rest if not is_param or (narrow and not row.params) else row.params
 

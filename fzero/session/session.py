@@ -27,18 +27,14 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on
 from fzero.cost.kept_costs import Costs
 from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
-from fzero.ir.mesh import PIPELINE, parts_of
-from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DISK, HOST, Buffer, Ref
+from fzero.ir.records import DISK, HOST
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
 from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
-from fzero.shard.layouts import WHOLE, Layout
-from fzero.shard.moves import transitions
-from fzero.shard.placements import Flat, join
+from fzero.session.leaf_gathers import LeafGathers
 from fzero.spec import Spec
 from fzero.state.homes import Homes
 from fzero.state.host_memory import host_memory
@@ -296,67 +292,9 @@ class Session:
             return self.gather_leaves([leaf.leaf for leaf in leaves], joined)
 
     def gather_leaves(self, leaves: Sequence[Leaf], joined: bool = True) -> list[torch.Tensor]:
-        """Whole leaves on every rank. It does one gather for each sharded column among them, and one for each leaf that
-        lies in parts by its dims. A column that one role of a pipeline holds goes from there to the others.
-
-        joined: False leaves such a leaf as the part that this rank holds.
-        """
-        wholes: dict[int, torch.Tensor] = {}
-        columns: dict[str, list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            columns.setdefault(leaf.buffer, []).append(i)
-        for name, members in columns.items():
-            buffer = self.plan.buffers[name]
-            column = self._lent(buffer, self._gathered(buffer))
-            for i in members:
-                part = self._cut(leaves[i], column)
-                wholes[i] = self._whole(leaves[i].buffer, part, leaves[i].layout) if joined else part
-        return [wholes[i] for i in range(len(leaves))]
-
-    def _gathered(self, buffer: Buffer) -> torch.Tensor:
-        """A whole column of the state, 1-D: uninitialised where this rank's role does not hold it."""
-        lies = self.plan.column(buffer)
-        if buffer.name not in self.memory:
-            return torch.empty(buffer.numel * lies.parts, dtype=buffer.dtype, device=self.device)
-        return self._whole(buffer.name, self.memory[buffer.name].reshape(-1).to(self.device), lies)
-
-    def _whole(self, name: str, part: torch.Tensor, lies: Layout) -> torch.Tensor:
-        """All of a value that lies in parts so, of which this rank has one; over one axis at a time."""
-        for step in transitions(lies, WHOLE):
-            for axis in reversed(parts_of(step.axis)):  # the inner cut first
-                parts = part.new_empty((self.plan.mesh.size(axis), *part.shape))
-                self._move(make_op(step.kind, [Ref(name)], [Ref("unshard")], axis=axis), [part, parts])
-                part = parts.view(-1) if isinstance(step.source, Flat) else join(list(parts), step.source)
-        return part
-
-    def _lent(self, buffer: Buffer, column: torch.Tensor) -> torch.Tensor:
-        """The column on every rank, once the role that holds it has sent it to the others."""
-        holder, role = self.plan.role_of(buffer), self.plan.mesh.role(self.rank)
-        if holder is None:
-            return column
-        for other in range(self.plan.mesh.roles):
-            if other != holder and role == holder:
-                self._move(make_op("send", [Ref("unshard")], axis=PIPELINE, peer=other, tag=other), [column])
-            elif other != holder and role == other:
-                self._move(make_op("recv", writes=[Ref("unshard")], axis=PIPELINE, peer=holder, tag=other), [column])
-        return column
-
-    def _move(self, op: Op, tensors: list[torch.Tensor]) -> None:
-        """Runs one transfer."""
-        self.transport.comm.start(op.target, op, tensors)
-        self.transport.comm.wait(op.target)
-        if op.is_collective:
-            self.transport.comm.settle(op.target)
-
-    def _cut(self, leaf: Leaf, column: torch.Tensor) -> torch.Tensor:
-        """A copy of one leaf of a whole column: its part, where it is cut by its dims."""
-        if leaf.per_rank:
-            return column.view(self.plan.data_ranks, *leaf.shape).clone()
-        if leaf.slot is None:
-            return column.view(leaf.shape).clone()
-        buffer = self.plan.buffers[leaf.buffer]
-        start, stop, _ = self.plan.buckets[buffer.bucket or ""].place(leaf.slot, buffer.per)
-        return column[start // buffer.per : stop // buffer.per].view(leaf.local_shape).clone()
+        """Whole leaves on every rank (`LeafGathers`)."""
+        gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
+        return gathers.gathered(leaves, joined)
 
 
 def session_of(state: State) -> Session:

@@ -19,7 +19,8 @@ TEXT = ("name", "why", "note", "bucket", "target")  # fields of records that hol
 ELSEWHERE = ("capture/", "comm/", "interop/", "tools/")  # rooms that see no program, but names that others gave
 EXCEPT = {
     "cost/kept_costs.py": "/proc/cpuinfo", "ir/parse.py": "the text form", "shard/local_forms.py": "forms of rules",
-    "planner/plan_command.py": "FILE.py:FUNCTION", "shard/rules/given.py": "rules as text", "shard/rules/products.py": "rules as text",
+    "planner/plan_command.py": "FILE.py:FUNCTION",
+    "shard/rules/given.py": "rules as text", "shard/rules/products.py": "rules as text",
 }  # fmt: skip
 
 
