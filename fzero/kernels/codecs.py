@@ -6,7 +6,7 @@ which do not count in its scale. So a caller that codes leaf by leaf never mixes
 
 | codec | code of x | scale of a block | bytes an element |
 |---|---|---|---|
-| int8, int4 | round(x * (L / max)), halves to even, L = 127 or 7; int4: two a byte | max / L | 1.0625, 0.5625 |
+| int8, int4 | round(x * (L / max)), halves to even, L = 127 or 7; int4 in pairs, even low | max / L | 1.0625, 0.5625 |
 | e4m3, e5m2 | x * (L / max) in that format, L = 448 or 57,344 | max / L | 1.0625 |
 | sign | 1 if x >= 0, bit j of byte i is element 8i + j | root of the mean square | 0.1875 |
 
