@@ -123,8 +123,8 @@ class Session:
         self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
         if key not in self.programs and self.last_key not in (None, key):
             log.warning("fzero: a new program is traced: %s", difference(self.last_key, key))
-        lowered = self.programs.pop(key) if key in self.programs else self._lowered(batch, None)
-        self.programs[key] = lowered
+        lowered = self.programs[key] if key in self.programs else self._lowered(batch, None)
+        self.programs = _with_last(self.programs, key, lowered)
         self.last_key = key
         if len(self.programs) > MAX_PROGRAMS:  # of one text, with other constants
             self._drop(self.programs, next(iter(self.programs)))
@@ -155,8 +155,8 @@ class Session:
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
         of_fn = [other for other in self.evaluations if other[0] is fn]
         self._drop_changed(self.evaluations, [key] if key in self.evaluations else of_fn)
-        lowered = self.evaluations.pop(key, None) or self._lowered(batch, fn)
-        self.evaluations[key] = lowered
+        lowered = self.evaluations[key] if key in self.evaluations else self._lowered(batch, fn)
+        self.evaluations = _with_last(self.evaluations, key, lowered)
         if len(self.evaluations) > MAX_EVALUATIONS:
             self._drop(self.evaluations, next(iter(self.evaluations)))
         return lowered
@@ -235,7 +235,7 @@ class Session:
         """
         digest = lowered.program_digest
         if digest in self.compiled_segments:
-            self.compiled_segments[digest] = self.compiled_segments.pop(digest)
+            self.compiled_segments = _with_last(self.compiled_segments, digest, self.compiled_segments[digest])
             return self.bind(lowered)
         failure: Exception | None = None
         call = self.presence.call_name
@@ -295,6 +295,15 @@ class Session:
         """Whole leaves on every rank (`LeafGathers`)."""
         gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
         return gathers.gathered(leaves, joined)
+
+
+def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
+    """The table with an entry at its end. A new one, so that Ctrl-C at any line finds the entry in the old or the new.
+
+    >>> list(_with_last({"a": 1, "b": 2}, "a", 1))
+    ['b', 'a']
+    """
+    return {**{other: held for other, held in table.items() if other != key}, key: value}
 
 
 def session_of(state: State) -> Session:

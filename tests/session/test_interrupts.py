@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fzero
+from fzero.session.session import Session, _with_last, session_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -41,3 +42,41 @@ def test_what_keeps_a_state_is_named(how: Callable[[Any], Any]) -> None:
         if how is not copy.copy or not isinstance(value, dict):
             with pytest.raises(fzero.FzeroError, match=r"cannot be copied or pickled: .*fzero.save\(state.*snapshot"):
                 how(value)
+
+
+def test_ctrl_c_at_any_line_of_the_session_keeps_the_program() -> None:
+    """A program that is known is not traced again: neither is it lost while it is moved to the end of its table."""
+    spec = fzero.Spec(loss=lambda p, b: (p["w"] * b).sum(), optimizer=fzero.optim.sgd(0.1))
+    batch = torch.ones(3)
+    state = fzero.step(fzero.init({"w": torch.ones(3)}, spec), batch)
+    session, told = session_of(state), 0
+    interrupted = {Session.compiled.__code__, Session.ready.__code__, _with_last.__code__}
+
+    def at(place: int) -> Callable[..., Any]:
+        def trace(frame: Any, event: str, argument: Any) -> Any:
+            nonlocal told
+            if frame.f_code not in interrupted:
+                return None
+            told += event == "line"
+            if told == place:
+                told += 1
+                raise KeyboardInterrupt
+            return trace
+
+        return trace
+
+    for place in range(1, 60):
+        told, before = 0, sys.gettrace()
+        sys.settrace(at(place))
+        try:
+            session.ready(session.compiled(batch))
+            ended = True
+        except KeyboardInterrupt:
+            ended = False
+        finally:
+            sys.settrace(before)
+        assert len(session.programs) == len(session.compiled_segments) == 1, place
+        if ended:
+            break
+    assert ended
+    assert place > 10
