@@ -70,3 +70,11 @@ def test_of_two_axes_each_is_told() -> None:
         "strategies over 2 ranks of tp",
         "strategies over 2 ranks of mp",
     ]
+
+
+def test_a_ranks_graph_holds_nothing_that_nobody_reads() -> None:
+    """Claims are for the judge alone, and what was proposed and not taken is gone."""
+    for region in sharding("tp").local.regions:
+        nodes = [node for node in region.gm.graph.nodes if node.op == "call_function"]
+        assert all(node.users for node in nodes)
+        assert not any("claim" in node.meta for node in region.gm.graph.nodes)

@@ -1,5 +1,6 @@
 """batch_key: what of a batch decides its program, and what is said of a batch that is another."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.session import batch_key
+from fzero.session import batch_key, session
 
 CPU = torch.device("cpu")
 X = torch.ones(2, 3)
@@ -69,3 +70,36 @@ def test_the_difference_of_two_batches_in_words() -> None:
     assert " is gone" in said
     assert said.count(";") == 2, said
     assert batch_key.difference(key([X]), key((X,))) == "the batch has another structure"
+
+
+class Counted:
+    """Equal by its identity: what is in it may change."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Equal by its value, which is a tensor."""
+
+    x: Any
+
+
+@pytest.mark.parametrize("leaf", [Counted(), Holder(X)])
+def test_an_object_whose_contents_could_change_is_refused(leaf: Any) -> None:
+    with pytest.raises(fzero.TreeError, match=f"is a {type(leaf).__name__}, whose contents would stay what they were"):
+        key({"x": X, "leaf": leaf})
+    assert key({"x": X, "leaf": Holder(3)}) == key({"x": X, "leaf": Holder(3)})
+
+
+def test_no_more_evaluations_are_kept_than_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest goes; one that is used again is the newest."""
+    monkeypatch.setattr(session, "MAX_EVALUATIONS", 2)
+    spec = fzero.Spec(loss=lambda p, b: (p["w"] * b).sum(), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init({"w": torch.ones(3)}, spec)
+    first, second, third = (lambda p, b, n=n: (p["w"] * b).sum() * n for n in (1, 2, 3))
+    for fn in (first, second, first, third):
+        fzero.evaluate(state, torch.ones(3), fn)
+    assert [fn for fn, *_ in session.session_of(state).evaluations] == [first, third]
+    assert session.MAX_EVALUATIONS == 2
