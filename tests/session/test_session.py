@@ -145,3 +145,24 @@ except fzero.DisagreementError as error:
     for text in said:
         assert all(f"torch {version}" in text for version in versions), said
         assert "Start all ranks from one environment" in text
+
+
+SCALE = [1.0]
+
+
+def scaled(p: Any, batch: torch.Tensor) -> torch.Tensor:
+    return loss(p, batch) * SCALE[0]
+
+
+def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = fzero.Spec(loss=scaled, optimizer=fzero.optim.sgd(1e-2), on_change="retrace")
+    state = fzero.init({"w": torch.ones(4, 4), "v": torch.ones(4, 2)}, spec)
+    runtime: Any = state.runtime
+    assert runtime.arena.numel() == runtime.host_arena.numel() == 0, "nothing is held before there is a program"
+    for value in (1.0, 2.0, 3.0):
+        monkeypatch.setitem(SCALE, 0, value)
+        state = fzero.step(state, torch.ones(2, 4))
+        assert len(runtime.programs) == len(runtime.bound) == 1
+        (lowered,) = runtime.programs.values()
+        assert id(lowered) in runtime.bound
+        assert runtime.presence.call_name == f"step {state.step}"
