@@ -147,11 +147,11 @@ except fzero.DisagreementError as error:
         assert "Start all ranks from one environment" in text
 
 
-SCALE = [1.0]
+SCALE = {"by": 1.0}
 
 
 def scaled(p: Any, batch: torch.Tensor) -> torch.Tensor:
-    return loss(p, batch) * SCALE[0]
+    return loss(p, batch) * SCALE["by"]
 
 
 def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: 
     runtime: Any = state.runtime
     assert runtime.arena.numel() == runtime.host_arena.numel() == 0, "nothing is held before there is a program"
     for value in (1.0, 2.0, 3.0):
-        monkeypatch.setitem(SCALE, 0, value)
+        monkeypatch.setitem(SCALE, "by", value)
         state = fzero.step(state, torch.ones(2, 4))
         assert len(runtime.programs) == len(runtime.bound) == 1
         (lowered,) = runtime.programs.values()
