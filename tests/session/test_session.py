@@ -165,4 +165,3 @@ def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: 
         assert len(runtime.programs) == len(runtime.bound) == 1
         (lowered,) = runtime.programs.values()
         assert id(lowered) in runtime.bound
-        assert runtime.presence.call_name == f"step {state.step}"
