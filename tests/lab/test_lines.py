@@ -46,7 +46,9 @@ def test_a_seed_draws_the_same_lines() -> None:
     assert lines.drawn("plan", 5, seed=3) == lines.drawn("plan", 5, seed=3) != lines.drawn("plan", 5, seed=4)
 
 
-def test_a_broken_line_is_caught_or_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_line_is_caught_or_survives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, text in (
         ("fzero/plan/small.py", "def double(x):\n    return x + x\n\n\ndef unseen(x):\n    return x + 1\n"),
         (
@@ -62,3 +64,8 @@ def test_a_broken_line_is_caught_or_survives(tmp_path: Path, monkeypatch: pytest
     ends = {line.number: lines.caught(line, "plan", tmp_path, 60.0) for line in lines.drawn("plan", 2, seed=0)}
     assert ends == {2: "failed", 6: "passed"}
     assert (tmp_path / "fzero/plan/small.py").read_text().startswith("def double")
+    assert lines.main(["plan", "--count", "2"]) == 1
+    assert "plan: 50% of 2 caught" in capsys.readouterr().out
+    (tmp_path / "tests/plan/test_small.py").write_text("def test():\n    assert False\n")
+    assert lines.main(["plan", "--count", "2"]) == 1
+    assert capsys.readouterr().out == "plan: its tests fail as they are: nothing is told by what they catch\n"

@@ -159,9 +159,12 @@ def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: 
     state = fzero.init({"w": torch.ones(4, 4), "v": torch.ones(4, 2)}, spec)
     runtime: Any = state.runtime
     assert runtime.arena.numel() == runtime.host_arena.numel() == 0, "nothing is held before there is a program"
+    seen = []
     for value in (1.0, 2.0, 3.0):
         monkeypatch.setitem(SCALE, "by", value)
         state = fzero.step(state, torch.ones(2, 4))
         assert len(runtime.programs) == len(runtime.bound) == 1
         (lowered,) = runtime.programs.values()
         assert id(lowered) in runtime.bound
+        seen.append(lowered.graph)
+    assert len({*map(id, seen)}) == 3, "each was traced"
