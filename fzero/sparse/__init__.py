@@ -1,0 +1,1 @@
+"""sparse: which blocks of keys a block of queries looks at."""
