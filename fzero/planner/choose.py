@@ -74,7 +74,7 @@ def plan(
 
 def _concrete(problem: Problem, one: Candidate, lowered: Lowered) -> tuple[Spec, Lowered, Mapping[str, Choice[Any]]]:
     """(the spec with nothing left to a measurement, its programs, what was decided for these fields). A pipeline's
-    roles may have been decided apart: then all take what the first has, if that fits as well."""
+    roles may have been decided apart: then all take the depth of one, the one that is fastest for all."""
     decided, role = lowered.decisions, lowered.decisions.roles[0]
     rest: dict[str, Choice[Any]] = {"prefetch": role.prefetch, "bucket_bytes": decided.bucket_bytes}
     if one.microbatches > 1:
@@ -83,11 +83,16 @@ def _concrete(problem: Problem, one: Candidate, lowered: Lowered) -> tuple[Spec,
         rest["update_on"] = role.update_on
     rest = {name: choice for name, choice in rest.items() if getattr(problem.spec, name) is None}
     values = {name: choice.value for name, choice in rest.items()}
-    spec = replace(one.spec(problem.spec), **values, device_bytes=problem.spec.device_bytes)
-    try:
-        again = lowered_of(problem, spec, one.ranks)
-    except FzeroError:
-        again = lowered
+    base = replace(one.spec(problem.spec), **values, device_bytes=problem.spec.device_bytes)
+    depths = {decided.roles[number].prefetch.value for number in decided.roles} if "prefetch" in values else {None}
+    tried = []
+    for depth in sorted(depths, key=str):
+        try:
+            spec = base if depth is None else replace(base, prefetch=depth)
+            tried.append((spec, lowered_of(problem, spec, one.ranks)))
+        except FzeroError:
+            continue
+    spec, again = min(tried, key=lambda x: step_seconds(x[1], problem.machine), default=(base, lowered))
     if again.memory.peak > problem.budget:
         spec = replace(spec, device_bytes=problem.budget, prefetch=problem.spec.prefetch)
         again = lowered_of(problem, spec, one.ranks)

@@ -79,12 +79,16 @@ class Search:
 
 def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     """Lowers the default, and up to `most` others, the fastest by the sketch that may fit; while none fits, as many
-    again. What was lowered corrects the sketch of what was not. most: None for as many as programs of so many ops
-    allow."""
+    again. What was lowered corrects the sketch of what was not. If there are no more than `most`, all are lowered.
+    most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
     found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine)
     done = Search(of, {one: sketch.estimate(one, of.rows, of.machine) for one in found})
     done.row(default(of.spec, of.world_size))
+    if len(done.estimates) <= most:
+        for each in done.estimates:
+            done.row(each)
+        return done
     a_mesh = max(A_MESH, most // max(len({one.mesh for one in done.estimates}), 1))
     while (one := _next(done, a_mesh)) and (
         len(done.rows) <= most or (not done.fitting and len(done.rows) <= 2 * most)
