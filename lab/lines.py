@@ -144,11 +144,11 @@ def caught(line: BrokenLine, room: str, folder: Path, seconds: float) -> str:
     target = folder / line.path
     kept = target.read_text()
     target.write_text(line.source)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests_of(room, line.path.stem)]
+    command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += tests_of(room, line.path.stem)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, timeout=seconds, env={**os.environ, "PYTHONPATH": str(folder)}
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
         return "too slow"
     finally:
