@@ -19,7 +19,7 @@ from fzero.codegen import matmul
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
-from fzero.compile.judged import local_step, naive
+from fzero.compile.judged import local_step, naive, spelled
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
@@ -95,6 +95,7 @@ def _lower(
     )
     wanted = asked.wanted
     local, sharding = local_step(graph, plan, wanted.sequence)
+    local = spelled(local)
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)

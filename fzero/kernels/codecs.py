@@ -63,6 +63,17 @@ CODECS = {
 }
 
 
+@dataclass(frozen=True)
+class Coding:
+    """The codecs, by name, in which a leaf is gathered and its gradients are reduced; None: as they are."""
+
+    gather: str | None = None
+    reduce: str | None = None
+
+
+EXACT = Coding()
+
+
 def codec_named(name: str) -> BlockCodec:
     """The codec of this name. Raises ValueError.
 

@@ -26,9 +26,11 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
-from fzero.ir.mesh import Mesh
+from fzero.ir.code_ops import OPS
+from fzero.ir.mesh import Mesh, parts_of
 from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.records import ALIGN, DEVICE, DISK, Bucket, Buffer, buffer_name
+from fzero.kernels.codecs import EXACT, Coding
 from fzero.plan.block_scales import CODES, scales, with_scales
 from fzero.plan.fill_buckets import filled, round_up, unused
 from fzero.plan.followers import Follows, followers
@@ -54,13 +56,15 @@ def layout(
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.Tensor], torch.dtype] = lambda path, leaf: leaf.dtype,
+    coding: Callable[[str, torch.Tensor], Coding] = lambda path, leaf: EXACT,
     shard: Mapping[str, P] | None = None,
     home: Callable[[str], str] = lambda path: DEVICE,
 ) -> Plan:
     """The plan for these leaves.
 
     pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
-    compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. shard: path
+    compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. coding: the
+    codecs of its messages, from the same. shard: path
     rules to the axes that cut the dims; the first match wins. home: the space in which a leaf of a bucket is held, from
     its path; leaves in no bucket stay on the device.
 
@@ -75,8 +79,10 @@ def layout(
     stages = stages_of(classes, paths, zero)
     if batch.parts > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
-    leads = [(c, parts[c.members[0][1]], stage) for c, stage in zip(classes, stages, strict=True)]
-    classes = [replace(c, lead=lead, stage=stage, cast=compute(c.path, lead)) for c, lead, stage in leads]
+    leads = [parts[c.members[0][1]] for c in classes]
+    forms = [(compute(c.path, lead), coding(c.path, lead)) for c, lead in zip(classes, leads, strict=True)]
+    classes = [replace(c, lead=lead, stage=stage, cast=cast, coding=codecs)
+               for c, lead, stage, (cast, codecs) in zip(classes, leads, stages, forms, strict=True)]  # fmt: skip
     cut = pipeline(*_layers(classes, follows)) if pipeline is not None else None
     classes = _chunked(classes, follows, cut)
     buckets: dict[str, Bucket] = {}
@@ -86,16 +92,17 @@ def layout(
     for bucket, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
         chunk = members[0].chunk
         bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
-        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, row_of(members[0].stage, batch)
+        row = bucket_layouts[bucket.name] = _row(members[0], batch)
+        buckets[bucket.name] = bucket
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)
             kind, dtype = "param" if is_param[first] else "optimizer", leaves[first].dtype
-            sharded = _column(bucket_layouts[bucket.name], members[0], dtype, is_param[first], batch).axes
-            per = ALIGN if first in codes_of else 1
-            shape = ((bucket.length // mesh.size(sharded) if sharded else bucket.length) // per,)
+            sharded = _column(row, members[0], dtype, is_param[first], batch).axes or None
+            per, length = ALIGN if first in codes_of else 1, bucket.length // (mesh.size(sharded) if sharded else 1)
             buffers[name] = Buffer(
-                name, dtype, shape, kind, bucket.name, sharded or None, per=per, space=home(paths[first]), entry=prefix
-            )
+                name, dtype, (length // per,), kind, bucket.name, sharded, per=per, space=home(paths[first]),
+                entry=prefix,
+            )  # fmt: skip
             for index, member in enumerate(members):
                 i = member.members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, index, layout=member.layout)
@@ -103,6 +110,22 @@ def layout(
         places[i], buffer = _alone(paths[i], leaves[i], paths[i] in per_rank, buffers)
         buffers[buffer.name] = buffer
     return Plan(batch, mesh, buckets, _on_disk(buffers), tuple(places[i] for i in sorted(places)), cut, bucket_layouts)
+
+
+def _row(leaf_class: LeafClass, batch: Layout) -> BucketLayout:
+    """How the values of a bucket of such leaves lie, and how its gradients travel. Raises SpecError where they cannot
+    travel in the codec that is asked for."""
+    row = row_of(leaf_class.stage, batch)
+    if leaf_class.coding.reduce is None:
+        return row
+    if beside := {*parts_of(row.grad.axes)} - {*parts_of(row.cut.axes)}:
+        raise SpecError(
+            f"Precision(reduce={leaf_class.coding.reduce!r}): gradients of {leaf_class.path!r} are summed over "
+            f"{min(beside)}, along which no rank owns a slice of its own, so there are no parts that messages could be "
+            f"cut into. Shard over {min(beside)} too (zero=1, 2 or 3), or leave its gradients exact: "
+            f"Precision(exact=...)"
+        )
+    return replace(row, wire=OPS[leaf_class.coding.reduce])
 
 
 def _laid_out(
@@ -140,7 +163,7 @@ def _column(row: BucketLayout, leaf_class: LeafClass, dtype: torch.dtype, is_par
     """How a column of this dtype lies. Parameters that are gathered in fewer bits are held as what updates them is."""
     if batch.parts == 1:
         return Layout()
-    narrow = leaf_class.cast.itemsize < dtype.itemsize
+    narrow = leaf_class.cast.itemsize < dtype.itemsize or leaf_class.coding.gather is not None
     return row.rest if not is_param or (narrow and not row.params) else row.params
 
 
