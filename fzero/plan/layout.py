@@ -75,14 +75,10 @@ def layout(
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     flat = [i for i, x in enumerate(leaves) if paths[i] not in per_rank and i not in codes_of and _may_be_cut(x)]
     classes, follows = _laid_out(flat, codes_of, paths, leaves, is_param, shard or {}, mesh)
-    parts = _parts(classes, leaves)
-    stages = stages_of(classes, paths, zero)
+    parts, stages = _parts(classes, leaves), stages_of(classes, paths, zero)
     if batch.parts > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
-    leads = [parts[c.members[0][1]] for c in classes]
-    forms = [(compute(c.path, lead), coding(c.path, lead)) for c, lead in zip(classes, leads, strict=True)]
-    classes = [replace(c, lead=lead, stage=stage, cast=cast, coding=codecs)
-               for c, lead, stage, (cast, codecs) in zip(classes, leads, stages, forms, strict=True)]  # fmt: skip
+    classes = _formed(classes, parts, stages, compute, coding)
     cut = pipeline(*_layers(classes, follows)) if pipeline is not None else None
     classes = _chunked(classes, follows, cut)
     buckets: dict[str, Bucket] = {}
@@ -92,8 +88,7 @@ def layout(
     for bucket, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
         chunk = members[0].chunk
         bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
-        row = bucket_layouts[bucket.name] = _row(members[0], batch)
-        buckets[bucket.name] = bucket
+        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, (row := _row(members[0], batch))
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)
             kind, dtype = "param" if is_param[first] else "optimizer", leaves[first].dtype
@@ -106,10 +101,25 @@ def layout(
             for index, member in enumerate(members):
                 i = member.members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, index, layout=member.layout)
-    for i in sorted(set(range(len(paths))) - set(places)):
+    for i in [i for i in range(len(paths)) if i not in places]:
         places[i], buffer = _alone(paths[i], leaves[i], paths[i] in per_rank, buffers)
         buffers[buffer.name] = buffer
     return Plan(batch, mesh, buckets, _on_disk(buffers), tuple(places[i] for i in sorted(places)), cut, bucket_layouts)
+
+
+def _formed(
+    classes: list[LeafClass],
+    parts: Sequence[torch.Tensor],
+    stages: Sequence[Stage],
+    compute: Callable[[str, torch.Tensor], torch.dtype],
+    coding: Callable[[str, torch.Tensor], Coding],
+) -> list[LeafClass]:
+    """The classes, each with one rank's part of its first leaf, its stage, and the forms in which it travels."""
+    formed = []
+    for leaf_class, stage in zip(classes, stages, strict=True):
+        path, lead = leaf_class.path, parts[leaf_class.members[0][1]]
+        formed.append(replace(leaf_class, lead=lead, stage=stage, cast=compute(path, lead), coding=coding(path, lead)))
+    return formed
 
 
 def _row(leaf_class: LeafClass, batch: Layout) -> BucketLayout:
