@@ -236,8 +236,12 @@ class Precision:
     def _exact(self, path: str, leaf: Tensor) -> bool:
         if self.exact is None:
             return leaf.ndim < 2 or any("emb" in part or part in _TABLES for part in path.lower().split("/"))
-        rules = (self.exact,) if isinstance(self.exact, str) else self.exact
-        return leaf.ndim == 0 or any(tree.matches(rule, path) for rule in rules)
+        return leaf.ndim == 0 or any(tree.matches(rule, path) for rule in self.exact_rules)
+
+    @property
+    def exact_rules(self) -> tuple[str, ...]:
+        """The path rules of `exact`; none where the default holds."""
+        return (self.exact,) if isinstance(self.exact, str) else tuple(self.exact or ())
 
     def _rule(self, path: str) -> str | None:
         return next((name for rule, name in self.keep.items() if tree.matches(rule, path)), None)

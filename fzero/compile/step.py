@@ -61,9 +61,8 @@ def lower_step(
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
         ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
-        check_rules(
-            "Precision(keep=...)", step.precision.keep, ends
-        )  # rules match the path within an argument of a loss
+        check_rules("Precision(keep=...)", step.precision.keep, ends)  # rules match within an argument of a loss
+        check_rules("Precision(exact=...)", step.precision.exact_rules, ends)
     return lowered
 
 
