@@ -21,7 +21,7 @@ from fzero.ir import fx_nodes, op_info
 from fzero.ir.leafwise import LeafCall, leafwise
 from fzero.ir.op_info import OpInfo
 from fzero.kernels import codecs
-from fzero.kernels.codecs import BLOCK, CHUNK, CODECS, SCRATCH_BYTES, BlockCodec
+from fzero.kernels.codecs import BLOCK, CODECS, BlockCodec
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 
@@ -85,16 +85,21 @@ def _ops_of(codec: BlockCodec) -> CodeOps:
             (torch.Tag.pointwise,),
         ),
     )  # fmt: skip
-    plain = OpInfo(blockwise=((made.per,), (1,)), workspace=_scratch_bytes, out_form="call")
-    op_info.add(made.encode, replace(plain, blockwise=((1,), (made.per,))))
+
+    def encoding(node: fx.Node) -> int:
+        source = fx_nodes.operand(node).meta["val"]
+        tail = BLOCK * 8 if source.numel() % BLOCK else 0
+        return codecs.encode_scratch(source.numel(), codec, source.dtype) + tail
+
+    def decoding(node: fx.Node) -> int:
+        messages = fx_nodes.operand(node).meta["val"]
+        return codecs.decode_scratch(node.meta["val"].numel(), codec, messages.shape[0] if messages.ndim > 1 else 1)
+
+    plain = OpInfo(blockwise=((made.per,), (1,)), workspace=decoding, out_form="call")
+    op_info.add(made.encode, replace(plain, blockwise=((1,), (made.per,)), workspace=encoding))
     op_info.add(made.decode, plain)
     op_info.add(made.decode_sum, replace(plain, of_ranks=True))
     return made
-
-
-def _scratch_bytes(node: fx.Node) -> int:
-    """What the passes over a chunk leave between them."""
-    return min(max(x.meta["val"].numel() for x in (node, *node.all_input_nodes)), CHUNK) * SCRATCH_BYTES + (1 << 14)
 
 
 OPS: dict[str, CodeOps] = {name: _ops_of(codec) for name, codec in CODECS.items()}

@@ -32,7 +32,8 @@ from torch.nn.functional import pad
 BLOCK = 64
 SCALE_BYTES = 4
 CHUNK = 1 << 17  # elements
-SCRATCH_BYTES = 10  # that an element of a chunk needs, at most
+_ENCODING = {8: 4.25, 4: 8.25, 1: 6.0}  # by the bits of a code, bytes that an element of a chunk needs between passes
+_DECODING = {8: 0.0, 4: 4.0, 1: 4.5}
 _PACK = 0x0102040810204080  # times eight bytes of 0 or 1: the highest byte has them as bits, the first lowest
 
 
@@ -171,16 +172,36 @@ def decode_sum(messages: Tensor, divisor: int, codec: BlockCodec, out: Tensor | 
         shape = (*messages.shape[1:-1], blocks.shape[-2] * BLOCK)
         out = torch.empty(shape, dtype=torch.float32, device=messages.device)
     rows = out.unflatten(-1, (-1, BLOCK))
+    room = None
     for part in _parts(rows.shape):
         total = rows[..., part, :]
         _decode_blocks(blocks[0][..., part, :], total, codec)
-        other = torch.empty_like(total, memory_format=torch.contiguous_format)
+        room = torch.empty_like(total, memory_format=torch.contiguous_format) if room is None else room
+        other = room[..., : total.shape[-2], :]
         for message in blocks[1:]:
             _decode_blocks(message[..., part, :], other, codec)
             total += other
         if divisor != 1:
             total /= divisor
     return out
+
+
+def encode_scratch(size: int, codec: BlockCodec, dtype: torch.dtype) -> int:
+    """Bytes that `encode` holds between its passes over rows of so many elements in all.
+
+    >>> encode_scratch(1024, CODECS["int8"], torch.float32)
+    4352
+    """
+    return round(min(size, CHUNK) * (_ENCODING[codec.bits] + (0 if dtype is torch.float32 else 4)))
+
+
+def decode_scratch(size: int, codec: BlockCodec, ranks: int = 1) -> int:
+    """Bytes that `decode_blocks`, or for several ranks `decode_sum`, holds between its passes.
+
+    >>> decode_scratch(1024, CODECS["int8"]), decode_scratch(1024, CODECS["int8"], ranks=2)
+    (0, 4096)
+    """
+    return round(min(size, CHUNK) * (_DECODING[codec.bits] + (4 if ranks > 1 else 0)))
 
 
 def _parts(shape: torch.Size) -> Iterator[slice]:
