@@ -23,6 +23,7 @@ from fzero.compile.judged import local_step, naive, spelled
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
+from fzero.cost.coding import sentence
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
@@ -121,6 +122,8 @@ def _lower(
         if choice.how == CHOSEN:
             choices[name] = choice.reason
     choices |= _notes(programs, wanted)
+    if said := sentence(programs, step.precision, asked.rates):
+        choices["codec"] = said
     return Lowered(graph, plan, programs, choices, roles[0].records, decisions, options, schedule, sharding)
 
 
