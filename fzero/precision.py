@@ -25,6 +25,7 @@ fp32 what they decode.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +47,7 @@ DTYPES = {
 AUTOCAST = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
 _CODECS = tuple(name for name in CODECS if name != "sign")  # signs alone lose too much: they need error feedback
-_TABLES = ("wte", "wpe", "shared")  # of embeddings
+_TABLE = re.compile(r"emb|tok|pos|vocab|\b(wte|wpe|shared)\b")  # a part of the name of an embedding
 _MOST = 2.0**127  # of a loss scale: fp32 holds it
 
 
@@ -131,7 +132,7 @@ class Precision:
     gather: a codec for parameters: the loss is computed on what they are once they were encoded and decoded, and their
         messages are gathered. Gradients pass it straight through.
     exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, and embeddings, which
-        are those with a part of the path that contains "emb", or is "wte", "wpe" or "shared".
+        are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte", "wpe" or "shared".
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
     loss_scale: for fp16, in the `loss=` form.
     cast_batch: False leaves the loss's other arguments as they are.
@@ -235,7 +236,7 @@ class Precision:
 
     def _exact(self, path: str, leaf: Tensor) -> bool:
         if self.exact is None:
-            return leaf.ndim < 2 or any("emb" in part or part in _TABLES for part in path.lower().split("/"))
+            return leaf.ndim < 2 or _TABLE.search(path.lower()) is not None
         return leaf.ndim == 0 or any(tree.matches(rule, path) for rule in self.exact_rules)
 
     @property
