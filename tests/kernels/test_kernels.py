@@ -27,8 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero.kernels
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import _triton, adam8_kernel, adamw, cast, flat_norms, philox, quantize, signs
+from fzero.kernels import _triton, adam8_kernel, adamw, cast, codec_kernels, flat_norms, philox
 from fzero.kernels import round as rounding
+from fzero.kernels.codecs import CODECS, BlockCodec, message_bytes
 
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,10 @@ def launches(first: int) -> Iterator[Any]:
     def buffer(dtype: torch.dtype = F32, num: int = size) -> Tensor:
         return torch.zeros(num + first, dtype=dtype)[first:]
 
+    def message(codec: BlockCodec) -> Tensor:
+        num = message_bytes(size, codec)
+        return buffer(torch.uint8, num + 3 * first)[3 * first :]  # a message starts at a multiple of four bytes
+
     def scalar(dtype: torch.dtype = F64) -> Tensor:
         return torch.zeros((), dtype=dtype)
 
@@ -116,17 +121,11 @@ def launches(first: int) -> Iterator[Any]:
         yield partial(cast.cast, buffer(target), buffer(source))
     for dtype in (F32, BF16, F16):
         yield partial(flat_norms.sum_squares, buffer(dtype), nonfinite=flag)
-        for bits in (8, 4):
-            for block in (64, 4096):
-                num_codes, num_scales = quantize.sizes(size, bits, block)
-                codes = buffer(torch.int8 if bits == 8 else torch.uint8, num_codes), buffer(F32, num_scales)
-                yield partial(quantize.quantize, *codes, buffer(dtype), bits=bits, block=block)
-                yield partial(quantize.dequantize, buffer(dtype), *codes, bits=bits, block=block)
-        for block in (64, 1024, 4096):
-            num_signs, num_scales = signs.sizes(size, block)
-            packed = buffer(torch.uint8, num_signs), buffer(F32, num_scales)
-            yield partial(signs.pack, *packed, buffer(dtype), buffer(), block=block)
-            yield partial(signs.unpack, buffer(dtype), *packed, block=block)
+        for codec in CODECS.values():
+            yield partial(codec_kernels.encode, codec, buffer(dtype), out=message(codec))
+    for codec in CODECS.values():
+        yield partial(codec_kernels.decode, codec, message(codec))
+        yield partial(codec_kernels.decode_sum, codec, message(codec).expand(3, -1), 3)
     keys = torch.zeros(3, 2, dtype=INT64)
     for dtype, normal in ((F32, True), (F32, False), (F64, True), (BF16, False), (F16, True)):
         yield partial(philox.fill, torch.empty(3, size, dtype=dtype), keys, normal=normal)
@@ -255,16 +254,22 @@ def test_the_table_takes_what_it_can() -> None:
 
 F, U8, I8 = torch.zeros(128), torch.zeros(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.int8)
 ONE = torch.tensor(1)
+INT8, SIGN = CODECS["int8"], CODECS["sign"]
 ERRORS = [
     (lambda: cast.cast(F, F.double()), TypeError, "cast: x is torch.float64, needed torch.float32 or"),
     (lambda: cast.cast(F, torch.ones(3)), ValueError, "cast: out has 128 elements, needed 3"),
     (lambda: cast.cast(F, torch.ones(64, 2).t()), ValueError, r"cast: x has strides \(1, 2\), but it must be contig"),
-    (lambda: quantize.quantize(I8, F[:2], F, bits=3), ValueError, "quantize: bits is 3, but it must be 8 or 4"),
-    (lambda: quantize.quantize(I8, F[:2], F, block=48), ValueError, "block is 48, .* power of two from 16 to 4096"),
-    (lambda: quantize.quantize(I8, F[:3], F), ValueError, "quantize: scales has 3 elements, needed 2"),
-    (lambda: quantize.dequantize(F, I8, F[:2], bits=4), TypeError, "codes is torch.int8, needed torch.uint8"),
-    (lambda: signs.pack(U8[:16], F[:1], F, F.bfloat16()), TypeError, "error is torch.bfloat16, needed torch.float32"),
-    (lambda: signs.unpack(F, U8[:15], F[:1]), ValueError, "unpack: signs has 15 elements, needed 16"),
+    (lambda: codec_kernels.encode(INT8, F.double()), TypeError, "encode: x is torch.float64, needed torch.float32 or"),
+    (lambda: codec_kernels.encode(INT8, F, out=U8), ValueError, "encode: out has 128 elements, needed 136"),
+    (lambda: codec_kernels.encode(SIGN, F[:64], out=U8[1:13]), ValueError, "out starts at byte .* be multiples of 4"),
+    (lambda: codec_kernels.decode(INT8, U8), ValueError, "1 of 128 bytes, .* whole blocks: of int8 a block is 68 bytes"),
+    (lambda: codec_kernels.decode(SIGN, I8[:120]), TypeError, "decode: messages is torch.int8, needed torch.uint8"),
+    (lambda: codec_kernels.decode_sum(SIGN, U8[:0].view(0, 12), 1), ValueError, "are 0 of 12 bytes, .* at least one"),
+    (
+        lambda: codec_kernels.decode_sum(SIGN, U8[:26].view(2, 13)[:, :12], 1),
+        ValueError,
+        "its rows are 13 bytes apart, but both must be multiples of 4, for the scales are float32",
+    ),
     (lambda: adamw.adamw_(F, F, F, F[:5], ONE, ONE, *STEP), ValueError, "adamw: nu has 5 elements, needed 128"),
     (lambda: adamw.adamw_(F, F, F, F, F, ONE, *STEP), ValueError, r"count has shape \(128,\), but it must be 0-d"),
     (

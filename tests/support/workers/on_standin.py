@@ -60,8 +60,9 @@ from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.op import Op
 from fzero.ir.records import Ref
-from fzero.kernels import adam8_kernel, adamw, cast, flat_norms, hyper, quantize, signs
+from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper
 from fzero.kernels import round as rounding
+from fzero.kernels.codecs import CODECS
 from fzero.optim import _adam8
 from fzero.random import _draw_ops
 from fzero.runtime import compile_segments, cuda_graphs, stream_lanes
@@ -378,22 +379,16 @@ def random_numbers() -> None:
 def kernels_have_their_references_numbers() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     there, none = x.to(HERE), torch.empty(0, device=HERE)
-    for bits in (8, 4):
-        num_codes, num_scales = quantize.sizes(1000, bits, 64)
-        codes = torch.empty(num_codes, dtype=torch.int8 if bits == 8 else torch.uint8, device=HERE)
-        scales, back = torch.empty(num_scales, device=HERE), torch.empty(1000, device=HERE)
-        quantize.quantize(codes, scales, there, bits=bits, block=64)
-        quantize.dequantize(back, codes, scales, bits=bits, block=64)
-        wanted = quantize.quantize_reference(x, bits, 64)
-        assert torch.equal(back.cpu(), quantize.dequantize_reference(*wanted, 1000, bits, 64))
-        quantize.quantize(codes[:0], scales[:0], none, bits=bits, block=64)
-    with fails(ValueError, "must be 8 or 4"):
-        quantize.quantize(codes, scales, there, bits=3, block=64)
-    num_signs, num_scales = signs.sizes(1000, 64)
-    packed, scales = torch.empty(num_signs, dtype=torch.uint8, device=HERE), torch.empty(num_scales, device=HERE)
-    signs.pack(packed, scales, there, torch.zeros(1000, device=HERE), block=64)
-    signs.unpack(back, packed, scales, block=64)
-    assert torch.equal(back.cpu() > 0, x > 0)
+    for codec in CODECS.values():
+        wanted = codecs.encode(x, codec)
+        message = codec_kernels.encode(codec, there)
+        assert torch.equal(message.cpu(), wanted)
+        assert torch.equal(codec_kernels.decode(codec, message).cpu(), codecs.decode_blocks(wanted, codec))
+        assert codec_kernels.decode(codec, codec_kernels.encode(codec, none)).numel() == 0
+    with fails(ValueError, "must be multiples of 4"):
+        codec_kernels.encode(codec, there[:64], out=message[1:13])
+    with fails(ValueError, "a block is 12 bytes"):
+        codec_kernels.decode(codec, message[1:])
     seed, flag = torch.tensor(-5), torch.tensor(False, device=HERE)
     assert torch.equal(rounding.stochastic_round(there, seed.to(HERE)).cpu(), optim.stochastic_round(x, seed))
     out = torch.empty(1000, dtype=F16, device=HERE)
