@@ -214,6 +214,6 @@ def _check_start(where: str, name: str, messages: Tensor, stride: int) -> None:
     """Raises ValueError for messages whose scales a GPU could not address."""
     if messages.data_ptr() % SCALE_BYTES or stride % SCALE_BYTES:
         raise ValueError(
-            f"{where}: {name} starts at byte {messages.data_ptr()} and its rows are {stride} bytes apart, but both must "
-            f"be multiples of {SCALE_BYTES}, for the scales are float32"
+            f"{where}: {name} starts at byte {messages.data_ptr()} and its rows are {stride} bytes apart, but both "
+            f"must be multiples of {SCALE_BYTES}, for the scales are float32"
         )

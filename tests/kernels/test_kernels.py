@@ -262,7 +262,11 @@ ERRORS = [
     (lambda: codec_kernels.encode(INT8, F.double()), TypeError, "encode: x is torch.float64, needed torch.float32 or"),
     (lambda: codec_kernels.encode(INT8, F, out=U8), ValueError, "encode: out has 128 elements, needed 136"),
     (lambda: codec_kernels.encode(SIGN, F[:64], out=U8[1:13]), ValueError, "out starts at byte .* be multiples of 4"),
-    (lambda: codec_kernels.decode(INT8, U8), ValueError, "1 of 128 bytes, .* whole blocks: of int8 a block is 68 bytes"),
+    (
+        lambda: codec_kernels.decode(INT8, U8),
+        ValueError,
+        "1 of 128 bytes, .* whole blocks: of int8 a block is 68 bytes",
+    ),
     (lambda: codec_kernels.decode(SIGN, I8[:120]), TypeError, "decode: messages is torch.int8, needed torch.uint8"),
     (lambda: codec_kernels.decode_sum(SIGN, U8[:0].view(0, 12), 1), ValueError, "are 0 of 12 bytes, .* at least one"),
     (

@@ -530,6 +530,35 @@ def stage_3_op_by_op() -> None:
     near(trained(optimizer=optim.sgd(0.1), cuda_graph=False), alone())
 
 
+def coded(x: torch.Tensor, name: str) -> torch.Tensor:
+    return codecs.decode(codecs.encode(x.reshape(-1), CODECS[name]), x.numel(), CODECS[name]).view(x.shape)
+
+
+def coded_by_hand(steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
+    """The training of `coded_messages` by plain autograd and the codecs on the CPU: matrices alone are coded."""
+    held, losses = init(fzero.random.key(0)), []
+    for step in range(steps):
+        used = fzero.tree.map(lambda x: coded(x, "int8") if x.ndim > 1 else x, held)
+        rows = data(step)["x"].split(2)
+        values, grads = zip(*(fzero.value_and_grad(loss)(used, {"x": part}) for part in rows), strict=True)
+        grads = [fzero.tree.map(lambda g: coded(g, "int4") if g.ndim > 1 else g, grad) for grad in grads]
+        held = fzero.tree.map(lambda p, g, h: p - 0.1 * ((g + h) / WORLD), held, *grads)
+        losses.append(float(sum(values)) / WORLD)
+    return losses, fzero.tree.flatten(held)[1]
+
+
+@scenario(2)
+def coded_messages() -> None:
+    """Parameters gathered and gradients reduced as messages, which the kernels encode, decode and add."""
+    for zero in (1, 3):
+        with mock.patch.object(codecs, "_parts", side_effect=AssertionError("aten codes what a kernel could")):
+            found = trained(
+                zero=zero, optimizer=optim.sgd(0.1), precision=fzero.Precision(gather="int8", reduce="int4")
+            )
+        assert bound_of(found[2]).recording is not None
+        near(found, coded_by_hand(), *(() if STANDIN else (3e-2, 3e-2)))
+
+
 @scenario(2)
 def the_group_must_be_nccl() -> None:
     with fails(fzero.SpecError, "a state on cpu needs gloo"):
