@@ -76,7 +76,8 @@ def _fits_one(x: Any, *rest: Any) -> bool:
 
 
 def _fits_messages(messages: Any, *rest: Any) -> bool:
-    return _flat(messages if messages.dim() == 1 else messages[0]) and messages.dtype is torch.uint8
+    has_kernels = backend.of(messages.device).has_kernels
+    return has_kernels and messages.stride(-1) == 1 and messages.dtype is torch.uint8  # rows may be apart
 
 
 KERNELS: dict[str, Kernel] = {

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero.kernels
+from fzero.ir.code_ops import OPS
 from fzero.ir.op_info import kernel_for
 from fzero.kernels import _triton, adam8_kernel, adamw, cast, codec_kernels, flat_norms, philox
 from fzero.kernels import round as rounding
@@ -84,6 +85,7 @@ def test_the_cases_of_the_benchmark_run() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "adamw fp32 28.0" in done.stdout.splitlines()
     assert "adamw bf16 at random 14.0" in done.stdout.splitlines()
+    assert "decode and add 4 of sign 4.864" in done.stdout.splitlines(), "24 blocks hold 1500 elements and 36 more"
 
 
 # ---- cubins ----------------------------------------------------------------------------------------------------------
@@ -218,6 +220,22 @@ def _kernels() -> Iterator[str]:
 @needs_triton
 @compiles
 @pytest.mark.usefixtures("_told")
+@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.acceptance)])
+def test_codes_move_four_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message starts at a multiple of four bytes, not of the sixteen that Triton asks a pointer for."""
+    codes = {"BITS": CODECS[name].bits, "MANTISSA": 0}
+    found = [one for one in recorded(monkeypatch, 1).values() if codes.items() <= one[2].items()]
+    assert len(found) == 5, "encode of three dtypes, decode, decode_sum"
+    for one in found:
+        ptx = assembled(one, 90)[0].asm["ptx"]
+        if one[1].get("x", "*fp32") == "*fp32":
+            assert ".global" in ptx
+            assert not re.search(r"(ld|st)\.global\.[^;]*b8", ptx), one[0].__name__
+
+
+@needs_triton
+@compiles
+@pytest.mark.usefixtures("_told")
 def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernel in 24 registers, which are too few."""
     one = next(one for one in recorded(monkeypatch, 0).values() if one[0] is adamw._adamw_kernel)
@@ -250,6 +268,29 @@ def test_the_table_takes_what_it_can() -> None:
         lists = [[p]] * 4
         assert kernel_for(fused, *lists, [], [step[0]], **options, amsgrad=False) is adamw.fused_adamw_
         assert kernel_for(fused, *lists, [[p]], [step[0]], **options, amsgrad=True) is None
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CODECS)
+def test_the_table_takes_codecs_in_both_forms(name: str) -> None:
+    ops = OPS[name]
+    with FakeTensorMode():
+        x = torch.empty(130, 5, device="cuda", dtype=BF16)
+        room = {"device": "cuda", "dtype": torch.uint8}
+        rows = torch.empty_strided((4, 9 * ops.codec.block_bytes), (1024, 1), **room)
+        apart = torch.empty_strided((9 * ops.codec.block_bytes,), (2,), **room)
+        for op, args, function in (
+            (ops.encode, (x,), codec_kernels.encode),
+            (ops.decode, (rows.select(0, 1),), codec_kernels.decode),
+            (ops.decode_sum, (rows, 4), codec_kernels.decode_sum),
+        ):
+            for form in (op, op.overloadpacket.out):
+                kernel: Any = kernel_for(form, *args)
+                assert (kernel.func, kernel.args) == (function, (ops.codec,))
+                assert kernel_for(form, args[0].cpu(), *args[1:]) is None
+        assert kernel_for(ops.encode, x.t()) is None
+        assert kernel_for(ops.encode, x.double()) is None
+        assert kernel_for(ops.decode, apart) is None
 
 
 F, U8, I8 = torch.zeros(128), torch.zeros(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.int8)
