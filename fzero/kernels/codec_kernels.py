@@ -8,7 +8,8 @@ that is not finite only the scale is: its codes may differ, and none of its deco
   likewise, by a power of two whose last place is the step of the format at x. So no GPU needs fp8 instructions.
 - The squares of a sign block are added in the reference's tree: each sum is over a dim of two elements, so it is one
   addition, whose order no compiler can change.
-- A block's message is a multiple of four bytes, and starts at one: four codes are stored or loaded at a time.
+- A block's message is a multiple of four bytes long and starts at one, so codes of 8 and 4 bits are stored and loaded
+  four bytes at a time.
 
 Byte floor, an element of fp32: encode reads 4 (2 of 16 bits) and writes the message: 1.0625 in int8, e4m3 and e5m2,
 0.5625 in int4, 0.1875 in sign. decode reads that and writes 4; decode_sum reads that of each rank and writes 4.
@@ -25,6 +26,7 @@ from fzero.kernels._triton import FLOATS, check, exact, jit, largest, tl, wide
 from fzero.kernels.codecs import BLOCK, SCALE_BYTES, BlockCodec, message_bytes
 
 ROWS = 32  # blocks of a program
+DECODE_WARPS = 8  # of 4, those for sm_100 would spill around the division
 BYTES = (torch.uint8,)
 
 
@@ -200,7 +202,8 @@ def decode_sum(codec: BlockCodec, messages: Tensor, divisor: int, *, out: Tensor
     _check_start("decode", "messages", messages, stride)
     if num_blocks:
         args = (out, messages, stride, ranks, divisor, num_blocks)
-        exact(_decode_kernel, -(-num_blocks // ROWS), out.device, *args, **_constants(codec))
+        programs = -(-num_blocks // ROWS)
+        exact(_decode_kernel, programs, out.device, *args, **_constants(codec), num_warps=DECODE_WARPS)
     return out
 
 
