@@ -46,6 +46,7 @@ from fzero.functional import (
 from fzero.ir.parse import parse
 from fzero.ir.program import Program
 from fzero.log import Log
+from fzero.phases import Phases
 from fzero.pipeline import Pipeline, Schedule
 from fzero.planner import Planned, plan
 from fzero.precision import LossScale, Precision
@@ -78,6 +79,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadError",
     "P",
+    "Phases",
     "Pipeline",
     "Planned",
     "Precision",

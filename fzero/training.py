@@ -183,9 +183,10 @@ def _device(params: Any) -> torch.device:
 
 
 def training_of(spec: Spec) -> Training:
-    """The step that a spec's `loss` and `optimizer` stand for."""
+    """The step that a spec's `loss` and `optimizer` stand for; of an optimizer with phases, that of the first."""
+    spec = spec.in_phase()
     assert spec.loss is not None
-    assert spec.optimizer is not None
+    assert isinstance(spec.optimizer, optim.GradientTransformation)
     return Training(
         spec.loss,
         spec.optimizer,

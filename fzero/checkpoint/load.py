@@ -98,8 +98,8 @@ def load(
             saved = Checkpoint(chosen, disk)
             params_like = _tree(saved, spec) if like is None else like
             wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
-            recipe = recipe_for(spec, params_like, wanted, world.device)
-            return Filling(saved, recipe, mesh_of(spec, world.size).data_ranks, strict)
+            ranks = mesh_of(spec, world.size).data_ranks
+            return Filling(saved, recipe_for(spec, params_like, wanted, world.device, ranks), ranks, strict)
 
         state = world.state("load", spec, filler)
     log.info("fzero: loaded step %d from %s", state.step, chosen)

@@ -64,10 +64,10 @@ class Recipe:
     step = 0
 
     def __init__(
-        self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
+        self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None, ranks: int = 1
     ) -> None:
-        """Traces `fn(*inputs)`. Raises TreeError for a leaf that no state can hold, CaptureError for a function that
-        cannot be traced."""
+        """Traces `fn(*inputs)`, of a state on so many ranks of the data. Raises TreeError for a leaf that no state can
+        hold, CaptureError for a function that cannot be traced."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shown: dict[str, Any] = {}
 
@@ -76,7 +76,7 @@ class Recipe:
             shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank))
             shown["paths"] = paths
             check_names("state", paths)
-            return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+            return [_as_tensor(path, leaf, ranks) for path, leaf in zip(paths, leaves, strict=True)]
 
         tracing = Tracing(mode, (fn,))
         with mode:
@@ -130,9 +130,9 @@ def fingerprint(value: torch.Tensor) -> str:
     return hashlib.blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=8).hexdigest()
 
 
-def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+def _as_tensor(path: str, leaf: Any, ranks: int) -> torch.Tensor:
     """A leaf of the first state as a tensor; a plain number becomes a 0-d tensor. Raises TreeError otherwise."""
-    leaf = leaf.value if isinstance(leaf, PerRank) else leaf
+    leaf = leaf.on(ranks) if isinstance(leaf, PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
         check_leaf(leaf_name("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf
