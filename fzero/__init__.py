@@ -14,6 +14,7 @@ from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
+from fzero.error_feedback import CodedError, coded_error, coded_mean
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -63,6 +64,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Checkpointer",
+    "CodedError",
     "ConfigError",
     "CorruptError",
     "DataError",
@@ -93,6 +95,8 @@ __all__ = [
     "VerifyError",
     "axis_index",
     "checkpoint",
+    "coded_error",
+    "coded_mean",
     "constrain",
     "data",
     "evaluate",

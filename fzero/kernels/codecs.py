@@ -70,8 +70,11 @@ def message_bytes(size: int, codec: BlockCodec) -> int:
     return -(-size // BLOCK) * (BLOCK * codec.bits // 8 + SCALE_BYTES)
 
 
-def encode(x: Tensor, codec: BlockCodec) -> Tensor:
+def encode(x: Tensor, codec: BlockCodec, counts: Tensor | None = None) -> Tensor:
     """The messages (uint8) of the rows of a floating tensor; fp64 is refused, for scales are fp32.
+
+    counts: how many elements of each block count in its scale, the others being zeros; None: all but those behind the
+    end of a row.
 
     >>> encode(torch.tensor([1.0, -1.0]), CODECS["sign"])[:2]
     tensor([253, 255], dtype=torch.uint8)
@@ -84,7 +87,7 @@ def encode(x: Tensor, codec: BlockCodec) -> Tensor:
     size = x.shape[-1]
     rows = pad(x.to(torch.float32), (0, -size % BLOCK))
     rows = rows.view(*x.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
-    codes, scales = _signs(rows, size) if codec.bits == 1 else _scaled(rows, codec)
+    codes, scales = _signs(rows, size, counts) if codec.bits == 1 else _scaled(rows, codec)
     return torch.cat([codes.flatten(-2), scales.contiguous().view(torch.uint8)], -1)
 
 
@@ -143,12 +146,13 @@ def _scaled(rows: Tensor, codec: BlockCodec) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def _signs(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _signs(rows: Tensor, size: int, counts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Bits (uint8, eight a byte) and scales of blocks."""
     squares = rows * rows
     for half in (32, 16, 8, 4, 2, 1):
         squares = squares[..., :half] + squares[..., half:]
-    counts = (size - torch.arange(rows.shape[-2], device=rows.device) * BLOCK).clamp(max=BLOCK)
+    if counts is None:
+        counts = (size - torch.arange(rows.shape[-2], device=rows.device) * BLOCK).clamp(max=BLOCK)
     weights = 1 << torch.arange(8, device=rows.device)
     bits = (rows >= 0).unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights.to(torch.uint8)
     return bits.sum(-1, dtype=torch.uint8), (squares[..., 0] / counts).sqrt()

@@ -12,6 +12,7 @@ from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, hidden_matrices, muon
 from fzero.optim.nadam import NadamState, nadam
+from fzero.optim.onebit import OnebitAdamState, onebit_adam
 from fzero.optim.radam import RadamState, radam
 from fzero.optim.rmsprop import RmspropState, rmsprop
 from fzero.optim.schedules import (
@@ -74,6 +75,7 @@ __all__ = [
     "MuonState",
     "NadamState",
     "OneCycle",
+    "OnebitAdamState",
     "RadamState",
     "RmspropState",
     "Schedule",
@@ -114,6 +116,7 @@ __all__ = [
     "muon",
     "nadam",
     "one_cycle",
+    "onebit_adam",
     "piecewise",
     "polynomial",
     "radam",
