@@ -8,6 +8,7 @@ from fzero.optim.adam import AdamState, adam, adamw
 from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
 from fzero.optim.averages import EmaParamsState, EmaState, ema, ema_params
 from fzero.optim.cycles import OneCycle, inverse_time, linear_growth, one_cycle, triangle
+from fzero.optim.frozen import freeze_nu
 from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, hidden_matrices, muon
@@ -100,6 +101,7 @@ __all__ = [
     "ema",
     "ema_params",
     "exponential",
+    "freeze_nu",
     "global_norm",
     "hidden_matrices",
     "identity",

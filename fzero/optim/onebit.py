@@ -24,8 +24,9 @@ from torch import Tensor
 from fzero import tree
 from fzero.error_feedback import CodedError, coded_error, coded_mean
 from fzero.errors import SpecError, TreeError
-from fzero.optim import _check, _ops
+from fzero.optim import _check
 from fzero.optim.adam import AdamState, adamw
+from fzero.optim.frozen import frozen_update
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree
 from fzero.phases import Phases
@@ -95,13 +96,9 @@ def onebit_adam(
             _check.alike(where, name, like, params)
         own = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
         mu, error = coded_mean(own, state.error, "sign", both_ways=True)
-        rate = schedule(state.count).to(torch.float32)
-
-        def updated(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-            step = torch.where(v > 0, m / (v.sqrt() + eps), 0.0)
-            return _ops.delta(p - rate * (step + decay * p), p)
-
-        updates = tree.map(updated, params, mu, state.nu)
+        rate = schedule(state.count)
+        sizes = rate.to(torch.float32), (rate * decay).to(torch.float32)
+        updates = tree.map(lambda p, m, v: frozen_update(p, m, v, *sizes, eps), params, mu, state.nu)
         return updates, OnebitAdamState(state.count + 1, mu, state.nu, error)
 
     return Phases.after(
