@@ -6,6 +6,8 @@ parameters and batches, so the gaps to Adam are paired.
 
     python -m benchmarks.coded_loss --seeds 4 --steps 600 --out coded_loss
 
+A file of that name keeps its other variants.
+
 `unfed` and `live` are controls: signs without error feedback, and signs fed back into a live second moment. They must
 lose at least 0.1 nats, or the comparison says nothing.
 """
@@ -164,29 +166,29 @@ def main(argv: list[str] | None = None) -> None:
     asked = parser.parse_args(argv)
     data = text()
     only = [*filter(None, asked.only.split(","))]
-    curves: dict[str, dict[int, list[float]]] = {}
+    place = ROOT / "benchmarks" / "results" / f"{asked.out}.json"
+    curves: dict[str, dict[str, list[float]]] = json.loads(place.read_text())["curves"] if place.exists() else {}
     for seed in range(asked.seeds):
         for name, optimizer in variants(asked.steps).items():
             if only and name not in only:
                 continue
             begun = time.monotonic()
-            curves.setdefault(name, {})[seed] = trained(optimizer, seed, asked.steps, data)
-            print(name, seed, f"{_last(curves[name][seed]):.4f}", f"{time.monotonic() - begun:.0f} s", flush=True)
+            curves.setdefault(name, {})[str(seed)] = curve = trained(optimizer, seed, asked.steps, data)
+            print(name, seed, f"{_last(curve):.4f}", f"{time.monotonic() - begun:.0f} s", flush=True)
+            record = {"ranks": RANKS, "steps": asked.steps, "last": LAST, "gaps": gaps(curves), "curves": curves}
+            place.write_text(json.dumps(record))
     table = gaps(curves)
     for name, (mean, each) in table.items():
         print(f"{name:12} {mean:+.4f} nats to {BASE.get(name, 'adam')}  ({', '.join(f'{x:+.4f}' for x in each)})")
-    place = ROOT / "benchmarks" / "results" / f"{asked.out}.json"
-    record = {"ranks": RANKS, "steps": asked.steps, "last": LAST, "gaps": table, "curves": curves}
-    Path(place).write_text(json.dumps(record))
 
 
-def gaps(curves: dict[str, dict[int, list[float]]]) -> dict[str, tuple[float, list[float]]]:
+def gaps(curves: dict[str, dict[str, list[float]]]) -> dict[str, tuple[float, list[float]]]:
     """By variant, the mean and each seed's difference of the loss to what it is compared with."""
     found = {}
     for name, seeds in curves.items():
         base = BASE.get(name, "adam")
-        if name != base and base in curves:
-            each = [_last(curve) - _last(curves[base][seed]) for seed, curve in seeds.items()]
+        if name != base and {*seeds} & {*curves.get(base, {})}:
+            each = [_last(curve) - _last(curves[base][seed]) for seed, curve in seeds.items() if seed in curves[base]]
             found[name] = statistics.mean(each), each
     return found
 
