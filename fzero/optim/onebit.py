@@ -89,7 +89,7 @@ def onebit_adam(
 
     def warm(grads: PyTree, state: OnebitAdamState, params: PyTree) -> tuple[PyTree, OnebitAdamState]:
         updates, after = adam.update(grads, AdamState(*_checked(state)[:3]), params)
-        return updates, OnebitAdamState(*after, state.error)
+        return updates, OnebitAdamState(after.count, after.mu, after.nu, state.error)
 
     def coded(grads: PyTree, state: OnebitAdamState, params: PyTree) -> tuple[PyTree, OnebitAdamState]:
         for name, like in (("grads", grads), ("mu", _checked(state).mu), ("nu", state.nu)):

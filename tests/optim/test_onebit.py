@@ -256,7 +256,7 @@ def test_what_takes_local_gradients_is_not_wrapped(wrap: Any) -> None:
 def test_wrong_numbers() -> None:
     with pytest.raises(fzero.SpecError, match="onebit_adam: warmup_steps is 0, but it must be at least 1"):
         optim.onebit_adam(LR, 0)
-    with pytest.raises(fzero.SpecError, match="freeze_nu: after is 1.5"):
+    with pytest.raises(fzero.SpecError, match=r"freeze_nu: after is 1\.5"):
         optim.freeze_nu(LR, 1.5)  # type: ignore[arg-type]
 
 
