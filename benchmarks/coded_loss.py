@@ -15,9 +15,11 @@ lose at least 0.1 nats, or the comparison says nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import statistics
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -109,22 +111,28 @@ def without_feedback(phases: Phases[optim.GradientTransformation]) -> Phases[opt
 
 
 def variants(steps: int) -> dict[str, Any]:
-    """By name, the optimizers."""
-    warm = steps // 5
-    onebit = optim.onebit_adam(rate_of(steps), warm, BETAS)
+    """By name, optimizers, or (the first state of params, the step)."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    recipes: Any = importlib.import_module("coded_training")
+    warm, rate, faster = steps // 5, rate_of(steps), optim.warmup_cosine(1e-2, steps // 20, steps)
+    adam = optim.adamw(rate, BETAS, weight_decay=0.0)
+    onebit = optim.onebit_adam(rate, warm, BETAS)
     return {
-        "adam": optim.adamw(rate_of(steps), BETAS, weight_decay=0.0),
-        "uncorrected": optim.adamw(rate_of(steps), BETAS, weight_decay=0.0, bias_correction=False),
+        "adam": adam,
         "int8": coded_gradients(steps, "int8", False),
         "int4": coded_gradients(steps, "int4", False),
-        "frozen": optim.freeze_nu(rate_of(steps), warm, BETAS, weight_decay=0.0),
+        "frozen": optim.freeze_nu(rate, warm, BETAS, weight_decay=0.0),
         "onebit": onebit,
         "unfed": without_feedback(onebit),
         "live": coded_gradients(steps, "sign", True),
+        "diloco": recipes.diloco(loss, adam, 16),
+        "zero-one": recipes.zero_one_adam(loss, rate, steps // 2, BETAS),
+        "lamb": optim.lamb(faster, BETAS),
+        "onebit-lamb": recipes.onebit_lamb(faster, warm, BETAS),
     }
 
 
-BASE = {"onebit": "uncorrected", "unfed": "uncorrected"}  # what a variant is compared with; the others with Adam
+BASE = {"onebit-lamb": "lamb"}  # what a variant is compared with; the others with Adam
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -132,12 +140,16 @@ BASE = {"onebit": "uncorrected", "unfed": "uncorrected"}  # what a variant is co
 
 def trained(optimizer: Any, seed: int, steps: int, data: Tensor) -> list[float]:
     """The loss of each step."""
-    spec, params = fzero.Spec(loss=loss, optimizer=optimizer, zero=0), first(seed)
+    if isinstance(optimizer, tuple) and not hasattr(optimizer, "update"):
+        start, step_of = optimizer
+        spec, params = fzero.Spec(step=step_of, zero=0), start(first(seed))
+    else:
+        spec, params = fzero.Spec(loss=loss, optimizer=optimizer, zero=0), first(seed)
     like = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64)
     names = [""] if spec.phases is None else [*spec.phases.each]
     lowered = {name: fzero.lower(spec, params, like, world_size=RANKS, phase=name) for name in names}
     plan = next(iter(lowered.values())).plan
-    leaves = tree.flatten(training_of(spec).init(params))[1]
+    leaves = tree.flatten(params if spec.loss is None else training_of(spec).init(params))[1]
     leaves = [leaf.on(RANKS) if isinstance(leaf, PerRank) else leaf for leaf in leaves]
     memory = [storage.shards(plan, leaves, rank) for rank in range(RANKS)]
     batches = [torch.Generator().manual_seed(1000 * seed + rank) for rank in range(RANKS)]

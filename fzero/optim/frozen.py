@@ -5,6 +5,8 @@ Codes that lose bits may then feed back what they lost: into a live second momen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -41,22 +43,37 @@ def freeze_nu(
     beta1, beta2 = _check.two_betas(where, betas)
     decay, steps = _check.number(f"{where}: weight_decay", weight_decay), _check.steps(f"{where}: after", after, low=1)
     adam = adamw(schedule, (beta1, beta2), eps, decay, bias_correction=bias_correction)
-    of_nu = 1 - beta2**steps if bias_correction else 1.0
+    step = FrozenStep(schedule, beta1, 1 - beta2**steps, eps, decay, bias_correction)
 
     def frozen(grads: PyTree, state: AdamState, params: PyTree) -> tuple[PyTree, AdamState]:
         for name, like in (("grads", grads), ("mu", state.mu), ("nu", state.nu)):
             _check.alike(where, name, like, params)
         mu = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
-        count, rate = state.count + 1, schedule(state.count)
-        of_mu = 1 - beta1 ** count.to(torch.float64) if bias_correction else torch.ones_like(rate)
-        sizes = (rate / of_mu).to(torch.float32), (rate * decay).to(torch.float32)
-        updates = tree.map(lambda p, m, v: frozen_update(p, m, v / of_nu, *sizes, eps), params, mu, state.nu)
-        return updates, AdamState(count, mu, state.nu)
+        return step.updates(params, mu, state.nu, state.count), AdamState(state.count + 1, mu, state.nu)
 
     return Phases.after(steps, ("warmup", adam), ("frozen", GradientTransformation(adam.init, frozen)))
 
 
-def frozen_update(p: Tensor, m: Tensor, v: Tensor, size: Tensor, shrink: Tensor, eps: float) -> Tensor:
-    """The update of a leaf: `-size * m / (sqrt(v) + eps)`, 0 where v is 0, less the part `shrink` of itself."""
-    step = torch.where(v > 0, m / (v.sqrt() + eps), 0.0)
-    return _ops.delta((p - size * step - shrink * p).to(p.dtype), p)
+@dataclass(frozen=True)
+class FrozenStep:
+    """Adam's step by a second moment that is no longer updated, whose bias is divided by `of_nu`."""
+
+    schedule: Schedule
+    beta1: float
+    of_nu: float
+    eps: float
+    decay: float
+    corrected: bool
+
+    def updates(self, params: PyTree, mu: PyTree, nu: PyTree, count: Tensor) -> PyTree:
+        """The updates after so many updates: 0 where nu is 0, but for the decay."""
+        rate = self.schedule(count)
+        size = rate / (1 - self.beta1 ** (count + 1).to(torch.float64)) if self.corrected else rate
+        size, shrink = size.to(torch.float32), (rate * self.decay).to(torch.float32)
+
+        def update(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+            root = (v / self.of_nu if self.corrected else v).sqrt()
+            step = torch.where(v > 0, m / (root + self.eps), 0.0)
+            return _ops.delta((p - size * step - shrink * p).to(p.dtype), p)
+
+        return tree.map(update, params, mu, nu)

@@ -1,13 +1,14 @@
 """1-bit Adam: after a warm-up the variance is frozen, and the momentum travels in signs, with error feedback.
 
-    warm-up, Adam without bias correction:        coded, on each rank i of N, with nu as the warm-up left it:
-      mu = b1 mu + (1 - b1) mean(g)                 m_i = b1 mu + (1 - b1) g_i
-      nu = b2 nu + (1 - b2) mean(g)^2               mu  = coded mean of m_i, with what was lost before
-      p  = p - lr (mu / (sqrt(nu) + eps) + decay p)   p = p - lr (mu / (sqrt(nu) + eps) + decay p)
+    warm-up, Adam:                                  coded, on each rank i of N, with nu as the warm-up left it:
+      mu = b1 mu + (1 - b1) mean(g)                   m_i = b1 mu + (1 - b1) g_i
+      nu = b2 nu + (1 - b2) mean(g)^2                 mu  = coded mean of m_i, with what was lost before
+      p  = p - lr (mu / (sqrt(nu) + eps) + decay p)   p   = p - lr (mu / (sqrt(nu) + eps) + decay p)
 
-Source: arXiv 2102.02888; DeepSpeed had it until September 2026. Three things differ from its code. A block of 64
+Source: arXiv 2102.02888; DeepSpeed had it until September 2026. Four things differ from its code. A block of 64
 elements has a scale of its own, not a tensor, so rows without gradients keep their bits. An element whose nu is still 0
-is not updated, where Adam would divide by eps. What was lost is in checkpoints.
+is not updated, where Adam would divide by eps. What was lost is in checkpoints. Moments have their bias corrected, as
+in `adamw`, unless `bias_correction=False`: without it the loss of short runs is another.
 
 Bytes that a rank sends for each parameter and step of the second phase, at zero=0: 0.375 (N - 1) / N, and 8 of that in
 the first. At the stages 1 to 3 mu is sharded, and so gathered, as parameters are: 4 more for each. State: 12 bytes for
@@ -26,7 +27,7 @@ from fzero.error_feedback import CodedError, coded_error, coded_mean
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check
 from fzero.optim.adam import AdamState, adamw
-from fzero.optim.frozen import frozen_update
+from fzero.optim.frozen import FrozenStep
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree
 from fzero.phases import Phases
@@ -49,6 +50,7 @@ def onebit_adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    bias_correction: bool = True,
 ) -> Phases[GradientTransformation]:
     """1-bit Adam (arXiv 2102.02888), with decoupled weight decay. For `Spec(optimizer=...)`, at any ZeRO stage.
 
@@ -64,8 +66,8 @@ def onebit_adam(
     ('warmup', 'coded', 'local')
     >>> params = {"w": torch.ones(2)}
     >>> updates, _ = phases["warmup"].update(params, phases["warmup"].init(params), params)
-    >>> updates  # without bias correction: 0.1 / sqrt(0.001) of the rate
-    {'w': tensor([-0.3162, -0.3162])}
+    >>> updates
+    {'w': tensor([-0.1000, -0.1000])}
     """
     where = "onebit_adam"
     schedule = as_schedule(where, learning_rate)
@@ -73,7 +75,8 @@ def onebit_adam(
     eps = _check.number(f"{where}: eps", eps, above=True)
     decay = _check.number(f"{where}: weight_decay", weight_decay)
     warmup = _check.steps(f"{where}: warmup_steps", warmup_steps, low=1)
-    adam = adamw(schedule, (beta1, beta2), eps, decay, bias_correction=False)
+    adam = adamw(schedule, (beta1, beta2), eps, decay, bias_correction=bias_correction)
+    step = FrozenStep(schedule, beta1, 1 - beta2**warmup, eps, decay, bias_correction)
 
     def init(params: PyTree) -> OnebitAdamState:
         _check.trainable(where, params)
@@ -96,9 +99,7 @@ def onebit_adam(
             _check.alike(where, name, like, params)
         own = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
         mu, error = coded_mean(own, state.error, "sign", both_ways=True)
-        rate = schedule(state.count)
-        sizes = rate.to(torch.float32), (rate * decay).to(torch.float32)
-        updates = tree.map(lambda p, m, v: frozen_update(p, m, v, *sizes, eps), params, mu, state.nu)
+        updates = step.updates(params, mu, state.nu, state.count)
         return updates, OnebitAdamState(state.count + 1, mu, state.nu, error)
 
     return Phases.after(

@@ -73,7 +73,8 @@ class Recipe:
 
         def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
             paths, leaves, shown["treedef"] = tree.flatten(fn(*xs))
-            shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank))
+            marked = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank)}
+            shown["per_rank"], shown["sliced"] = (*marked,), {path for path, x in marked.items() if x.sliced}
             shown["paths"] = paths
             check_names("state", paths)
             return [_as_tensor(path, leaf, ranks) for path, leaf in zip(paths, leaves, strict=True)]
@@ -89,6 +90,7 @@ class Recipe:
         self.paths: list[str] = shown["paths"]
         self.treedef = shown["treedef"]
         self.per_rank: tuple[str, ...] = shown["per_rank"]
+        self.sliced: set[str] = shown["sliced"]  # of these, the leaves whose ranks hold slices of one value
         self.values = [node.meta["val"] for node in fx_nodes.outputs(self.gm.graph)]
 
     def place(
