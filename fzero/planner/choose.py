@@ -34,6 +34,7 @@ def plan(
     hardware: str | Hardware,
     memory: int | None = None,
     most: int | None = None,
+    phase: str = "",
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
@@ -44,7 +45,8 @@ def plan(
     params_like: as in `fzero.lower`. batch_like: the *global* batch, whose tensors have the rows of all ranks along dim
     0. hardware: a preset's name, a TOML file or a `Hardware`. memory: bytes a rank may use of its device; None:
     `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates
-    are lowered, about; None: ten, or more of small programs.
+    are lowered, about; None: ten, or more of small programs. phase: of a spec with `fzero.Phases`, whose programs are
+    compared; "" for the first.
 
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 
@@ -55,7 +57,7 @@ def plan(
     >>> planned.spec.zero, dict(planned.spec.mesh), planned.peak <= planned.memory
     (1, {'dp': 8}, True)
     """
-    problem = problem_of(spec, params_like, batch_like, world_size, hardware, memory)
+    problem = problem_of(spec.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
     sketch = sketched(problem)
     found = search(problem, sketch, most)
     if not found.fitting:
@@ -69,6 +71,9 @@ def plan(
     choices = {name: _reason(name, best, table, found) for name in open_}
     concrete, lowered, rest = _concrete(problem, best.candidate, found.programs[best.candidate])
     seconds = step_seconds(lowered, problem.machine)
+    if spec.phases is not None:
+        concrete = replace(concrete, optimizer=spec.optimizer, step=spec.step)
+        lowered = replace(lowered, phase=phase or spec.phases.first)
     return Planned(concrete, lowered, seconds, {**choices, **rest}, table, problem.machine, problem.budget)
 
 
