@@ -12,7 +12,7 @@ from typing import Any
 
 from fzero.api import lower
 from fzero.cost.memory import account
-from fzero.cost.step_time import op_seconds
+from fzero.cost.op_price import op_seconds
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE
 from fzero.ir.program import Program
