@@ -27,7 +27,7 @@ from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST
 
 WIRE, UPDATES = "wire", "host"
-Way = tuple[str, int, int, int]  # of a message: the axis, sender, receiver, tag
+Way = tuple[str, int, int]  # of messages, which arrive in the order in which they are sent: axis, sender, receiver
 
 
 class Does(Enum):
@@ -44,8 +44,8 @@ class Does(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What an op does, as a clock sees it. seconds: of the work. place: of what is waited for, in its lane's queue.
-    way: of a message. written: bytes that go to disk."""
+    """What an op does, as a clock sees it. seconds: of the work. place: of what is waited for, in its lane's queue;
+    of messages it may be counted from the last, -1. way: of a message. written: bytes that go to disk."""
 
     does: Does
     lane: str = ""
@@ -128,7 +128,7 @@ class _Prices:
 
     def _message(self, op: Op, way: str, taken: float) -> Event:
         own = self.program.role or 0
-        key = (str(op.axis), own, op.peer, op.tag) if op.is_send else (str(op.axis), op.peer, own, op.tag)
+        key = (str(op.axis), own, op.peer) if op.is_send else (str(op.axis), op.peer, own)
         self.sent += 1
         self.messages[way].append(self.sent)
         self.arrivals[op.target].append((way, self.sent))
@@ -146,8 +146,9 @@ class _Prices:
         """Waits for the first transfer in flight into a buffer."""
         if pending := self.arrivals.get(target):
             way, number = pending.pop(0)
-            place = self.messages[way].index(number)
+            place, count = self.messages[way].index(number), len(self.messages[way])
             del self.messages[way][place]
+            place -= count * (2 * place >= count)  # counted from the nearer end, where it is the same in a longer step
             yield Event(Does.ARRIVE, way, place=place)
             return
         for way, queue in self.queues.items():
