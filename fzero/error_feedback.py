@@ -14,8 +14,8 @@ from fzero.capture.graph import PerRank
 from fzero.capture.provenance import describe, user_line
 from fzero.capture.step_ops import CODED_MEAN
 from fzero.errors import CaptureError, SpecError
+from fzero.ir.coded_mean import padded_size
 from fzero.kernels.codecs import BLOCK, CODECS
-from fzero.kernels.coded_mean import padded_size
 
 
 class CodedError(NamedTuple):

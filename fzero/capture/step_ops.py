@@ -2,7 +2,7 @@
 also `equal`.
 
 `region` stands for one `value_and_grad`, by its index in the trace's regions. `coded_mean` gives the mean of a flat
-value, then the new error for each that it was given (`fzero.kernels.coded_mean`). All but `region` have kernels too,
+value, then the new error for each that it was given (`fzero.ir.coded_mean`). All but `region` have kernels too,
 for calls outside a step, where the world is one rank. `equal` is its operand, which must be the same on all ranks:
 `varying` proves it, and removes the node.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fzero.capture.context import current
-from fzero.kernels.coded_mean import alone
+from fzero.ir.coded_mean import alone
 
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("region(Tensor[] inputs, int index) -> Tensor[]")

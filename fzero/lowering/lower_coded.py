@@ -19,11 +19,11 @@ from torch import Tensor, fx
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.step_ops import CodedCall
 from fzero.errors import SpecError
+from fzero.ir import coded_mean as kernel
 from fzero.ir import fx_nodes, segments
 from fzero.ir.mesh import PIPELINE
 from fzero.ir.recorder import record
 from fzero.ir.records import Ref
-from fzero.kernels import coded_mean as kernel
 from fzero.lowering.emit import Emitter, line_of
 
 

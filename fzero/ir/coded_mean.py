@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fzero.kernels.codecs import BLOCK, codec_named, decode, decode_mean, encode, message_bytes
+from fzero.ir.code_ops import OPS
+from fzero.kernels.codecs import BLOCK
 
 
 def padded_size(sizes: Sequence[int]) -> int:
@@ -54,14 +55,14 @@ def sent(x: Tensor, worker: Tensor | None = None, *, sizes: Sequence[int], ranks
     >>> parts.shape, float(worker.abs().max())
     (torch.Size([12]), 0.0)
     """
-    kind, length = codec_named(codec), slice_length(sizes, ranks)
+    ops, length = OPS[codec], slice_length(sizes, ranks)
     value = x if worker is None else x + worker
     counts = _counts(sizes, ranks, x.device)
-    messages = encode(pad(value, (0, ranks * length - len(x))).view(ranks, length), kind, counts)
+    messages = ops.encode(pad(value, (0, ranks * length - len(x))), counts)
     if worker is None:
-        return [messages.flatten()]
-    lost = value - decode(messages, length, kind).flatten()[: len(x)]
-    return [messages.flatten(), lost if counts is None else _without_padding(lost, counts.flatten()[: len(x) // BLOCK])]
+        return [messages]
+    lost = value - ops.decode(messages)[: len(x)]
+    return [messages, lost if counts is None else _without_padding(lost, counts.flatten()[: len(x) // BLOCK])]
 
 
 def averaged(
@@ -71,8 +72,8 @@ def averaged(
     """[the mean of the own slice (float32, or with `both` its message), the new error of the slice, if it is kept].
 
     rank: 0-d int64, whose slice it is."""
-    kind, length = codec_named(codec), slice_length(sizes, ranks)
-    mean = decode_mean(arrived.view(ranks, message_bytes(length, kind)), length, kind)
+    ops = OPS[codec]
+    mean = ops.decode_sum(arrived.view(ranks, -1), ranks)
     if not both:
         return [mean]
     value = mean if server is None else mean + server
@@ -80,10 +81,10 @@ def averaged(
     if counts is not None:
         counts = counts.index_select(0, rank.reshape(1)).view(-1)
         value = _without_padding(value, counts)
-    message = encode(value, kind, counts)
+    message = ops.encode(value, counts)
     if server is None:
         return [message]
-    lost = value - decode(message, length, kind)
+    lost = value - ops.decode(message)
     return [message, lost if counts is None else _without_padding(lost, counts)]
 
 
@@ -92,8 +93,7 @@ def joined(gathered: Tensor, *, sizes: Sequence[int], ranks: int, codec: str, bo
     size = padded_size(sizes)
     if not both:
         return [gathered[:size].clone()]
-    kind, length = codec_named(codec), slice_length(sizes, ranks)
-    return [decode(gathered.view(ranks, message_bytes(length, kind)), length, kind).flatten()[:size].clone()]
+    return [OPS[codec].decode(gathered)[:size].clone()]
 
 
 def alone(x: Tensor, *errors: Tensor) -> list[Tensor]:
