@@ -6,7 +6,7 @@ parameters and batches, so the gaps to Adam are paired.
 
     python -m benchmarks.coded_loss --seeds 4 --steps 600 --out coded_loss
 
-A file of that name keeps its other variants.
+What a file of that name has is not trained again.
 
 `unfed` and `live` are controls: signs without error feedback, and signs fed back into a live second moment. They must
 lose at least 0.1 nats, or the comparison says nothing.
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     curves: dict[str, dict[str, list[float]]] = json.loads(place.read_text())["curves"] if place.exists() else {}
     for seed in range(asked.seeds):
         for name, optimizer in variants(asked.steps).items():
-            if only and name not in only:
+            if (only and name not in only) or str(seed) in curves.get(name, {}):
                 continue
             begun = time.monotonic()
             curves.setdefault(name, {})[str(seed)] = curve = trained(optimizer, seed, asked.steps, data)
