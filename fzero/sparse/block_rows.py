@@ -37,7 +37,7 @@ class Rules(NamedTuple):
         return min(rows, back + 1 + ahead)
 
 
-class Span(NamedTuple):
+class HeadSpan(NamedTuple):
     """The heads that share a table and ids: of some batches and key heads, and query heads of each key head."""
 
     batches: range
@@ -47,7 +47,7 @@ class Span(NamedTuple):
     ids: Tensor | None  # (tokens,)
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """A block of queries.
 
     runs: its keys as (first, past the last) token. edges: (place among its keys, additive mask (block, block)).
@@ -65,7 +65,7 @@ class Row(NamedTuple):
         return sum(stop - start for start, stop in self.runs)
 
 
-def spans(batch: int, heads: int, groups: int, table: Tensor | None, documents: Tensor | None) -> Iterator[Span]:
+def spans(batch: int, heads: int, groups: int, table: Tensor | None, documents: Tensor | None) -> Iterator[HeadSpan]:
     """The heads of a call, by table and ids, in order."""
     by_batch = documents is not None or (table is not None and table.shape[0] > 1)
     tables, repeat = 1 if table is None else table.shape[1], heads // groups
@@ -75,15 +75,15 @@ def spans(batch: int, heads: int, groups: int, table: Tensor | None, documents: 
         for number in range(tables):
             own = None if table is None else table[first, number]
             if tables == 1:
-                yield Span(batches, range(groups), slice(0, repeat), own, ids)
+                yield HeadSpan(batches, range(groups), slice(0, repeat), own, ids)
             elif tables == groups:
-                yield Span(batches, range(number, number + 1), slice(0, repeat), own, ids)
+                yield HeadSpan(batches, range(number, number + 1), slice(0, repeat), own, ids)
             else:
                 group, place = divmod(number, repeat)
-                yield Span(batches, range(group, group + 1), slice(place, place + 1), own, ids)
+                yield HeadSpan(batches, range(group, group + 1), slice(place, place + 1), own, ids)
 
 
-def rows(span: Span, count: int, rules: Rules, dtype: torch.dtype) -> Iterator[Row]:
+def rows(span: HeadSpan, count: int, rules: Rules, dtype: torch.dtype) -> Iterator[BlockRow]:
     """The rows of a span one by one, so that the masks of one are held at a time. Raises SpecError for a bad table."""
     table = None if span.table is None else span.table.tolist()
     masks = _Masks(rules, dtype, span.ids)
@@ -107,7 +107,7 @@ def _checked(columns: list[int], number: int, count: int) -> list[int]:
     return own
 
 
-def _row(number: int, columns: Sequence[int], masks: _Masks) -> Row:
+def _row(number: int, columns: Sequence[int], masks: _Masks) -> BlockRow:
     block, runs, edges = masks.rules.block, list[tuple[int, int]](), []
     for place, column in enumerate(columns):
         if runs and runs[-1][1] == column * block:
@@ -120,7 +120,7 @@ def _row(number: int, columns: Sequence[int], masks: _Masks) -> Row:
     if len(edges) == len(columns) and edges:  # else one block is seen by all
         hidden = torch.stack([mask.isinf().all(-1, keepdim=True) for _, mask in edges]).all(0)
         blind = hidden if bool(hidden.any()) else None
-    return Row(number, tuple(runs), tuple(edges), blind)
+    return BlockRow(number, tuple(runs), tuple(edges), blind)
 
 
 class _Masks:

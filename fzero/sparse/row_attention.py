@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fzero.sparse.block_rows import Row, Rules, Span, rows, spans
+from fzero.sparse.block_rows import BlockRow, HeadSpan, Rules, rows, spans
 
 _CACHE = 4 << 20  # bytes of scratch that heads are taken together for
 
@@ -110,7 +110,7 @@ def backward(
         dv.copy_(to_v)
 
 
-def _add(into: Tensor, row: Row, left: Tensor, right: Tensor) -> None:
+def _add(into: Tensor, row: BlockRow, left: Tensor, right: Tensor) -> None:
     """into[the row's keys] += left^T right, run by run."""
     place = 0
     for start, stop in row.runs:
@@ -119,7 +119,7 @@ def _add(into: Tensor, row: Row, left: Tensor, right: Tensor) -> None:
         place += stop - start
 
 
-def _heads(span: Span) -> tuple[slice, slice, slice]:
+def _heads(span: HeadSpan) -> tuple[slice, slice, slice]:
     return _slice(span.batches), _slice(span.groups), span.repeats
 
 
@@ -176,7 +176,7 @@ class _Work:
         groups = self.sizes.groups
         return x.unflatten(2, (self.count, self.block)).unflatten(1, (groups, self.sizes.heads // groups))
 
-    def tiles(self, span: Span, row: Row) -> Iterator[_Tile]:
+    def tiles(self, span: HeadSpan, row: BlockRow) -> Iterator[_Tile]:
         """The heads of a span, as many at a time as the cache holds a row of."""
         if not row.runs:
             return
@@ -191,7 +191,7 @@ class _Work:
                 shape = (own.stop - own.start, groups.stop - groups.start, repeat, self.block)
                 yield _Tile((own, groups, span.repeats), shape)
 
-    def look(self, tile: _Tile, row: Row) -> _Look:
+    def look(self, tile: _Tile, row: BlockRow) -> _Look:
         """The copies of a row's operands, and its probabilities."""
         batches, groups, repeat, block = tile.shape
         n, m, keys, d, e = batches * groups, repeat * block, row.keys, self.sizes.key_dim, self.sizes.value_dim

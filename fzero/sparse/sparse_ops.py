@@ -134,7 +134,15 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return *BACKWARD(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
 
 
+def _refused(ctx: Any, *grads: Tensor) -> None:
+    raise SpecError(
+        "block_sparse_attention: a gradient of its gradient is asked for, which it has not. Where a loss holds a gradient, "
+        "take F.scaled_dot_product_attention(q, k, v, attn_mask=layout.tokens(heads))"
+    )
+
+
 torch.library.register_autograd("fzero::block_sparse_attention", _gradients, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("fzero::block_sparse_attention_backward", _refused, lib=_LIBRARY)
 
 
 # --- what is known of them --------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_dtypes_and_head_dims(dtype: torch.dtype, dim: int) -> None:
     assert far(got, masked(call, torch.float64)) <= BOUNDS[dtype]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_gradcheck(seed: int) -> None:
     call = drawn(seed, torch.float64, batch=1 + seed % 2, groups=1, repeat=2, rows=3, block=2, dim=2, value_dim=3)
     q, k, v = (x.requires_grad_() for x in call.tensors[:3])
