@@ -10,6 +10,7 @@ page faults, and the fused softmax. Memory: `scratch_bytes`, linear in S.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ def forward(
             for tile in work.tiles(span, row):
                 look = work.look(tile, row)
                 torch.bmm(look.p, look.v, out=look.into_v)
-                target[tile.heads][:, :, :, row.number] = look.into_v.view(*tile.shape, -1)
+                target[tile.heads][:, :, :, row.number] = look.by_head_into_v
 
 
 def backward(
@@ -98,11 +99,11 @@ def backward(
                 target[_heads(span)][:, :, :, row.number] = 0
             for tile in work.tiles(span, row):
                 look = work.look(tile, row)
-                look.into_v.view(*tile.shape, -1).copy_(source[tile.heads][:, :, :, row.number])
+                look.by_head_into_v.copy_(source[tile.heads][:, :, :, row.number])
                 dp = torch.bmm(look.into_v, look.v.transpose(1, 2), out=look.s)
                 torch._softmax_backward_data(dp, look.p, -1, work.dtype, grad_input=look.ds)
                 torch.bmm(look.ds, look.k, out=look.into_q).mul_(scale)
-                target[tile.heads][:, :, :, row.number] = look.into_q.view(*tile.shape, -1)
+                target[tile.heads][:, :, :, row.number] = look.by_head_into_q
                 for into, left, right in ((to_v, look.p, look.into_v), (to_k, look.ds, look.q)):
                     _add(into[tile.keys].flatten(0, 1), row, left, right)
     if work.narrow:
@@ -142,34 +143,41 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """Scratch of a row and tile, N key heads. q: scaled. p: probabilities (N, queries, keys). s: the scores' memory."""
+    """Scratch of a row and tile, N key heads, and the same memory with all dims apart (by_...).
+
+    q: scaled. p: probabilities (N, queries, keys). s: the scores. ds: those of the backward. into_q, into_v: results.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    p: Tensor
     s: Tensor
+    p: Tensor
     ds: Tensor
     into_q: Tensor
     into_v: Tensor
+    by_head_q: Tensor  # (batches, groups, repeats, block, D), as the next two
+    by_head_into_q: Tensor
+    by_head_into_v: Tensor
+    by_head_k: Tensor  # (batches, groups, keys, D)
+    by_head_v: Tensor
+    by_head_s: Tensor  # (N, repeats, block, keys), as the next
+    by_head_p: Tensor
 
 
 class _Work:
-    """A call's operands and its scratch."""
+    """A call's operands and its scratch. looks: by shape of a tile and number of keys, of one memory."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, rules: Rules, scale: float, backward: bool
     ) -> None:
         self.sizes = Sizes.of(q, v, columns, rules)
         self.narrow, self.dtype = self.sizes.narrow, torch.float32 if self.sizes.narrow else q.dtype
-        self.block, self.count, self.scale, self.copies = (
-            rules.block,
-            q.shape[2] // rules.block,
-            scale,
-            _COPIES[backward],
-        )
+        self.block, self.count, self.scale = rules.block, q.shape[2] // rules.block, scale
+        self.copies = _COPIES[backward]
         self.k, self.v, self.q = k, v, self.by_rows(q)
         self.flat = torch.empty(self.sizes.scratch(rules.block, self.copies), dtype=self.dtype)
+        self.looks: dict[tuple[tuple[int, ...], int], _Look] = {}
 
     def by_rows(self, x: Tensor) -> Tensor:
         """(B, H, S, D) as (B, G, H / G, rows, block, D)."""
@@ -193,25 +201,36 @@ class _Work:
 
     def look(self, tile: _Tile, row: BlockRow) -> _Look:
         """The copies of a row's operands, and its probabilities."""
-        batches, groups, repeat, block = tile.shape
-        n, m, keys, d, e = batches * groups, repeat * block, row.keys, self.sizes.key_dim, self.sizes.value_dim
-        sizes = [(n, keys, d), (n, keys, e), (n, m, d), (n, m, d), (n, m, e), *[(n, m, keys)] * self.copies]
-        parts, at = [], 0
-        for shape in sizes:
-            parts.append(self.flat[at : at + shape[0] * shape[1] * shape[2]].view(shape))
-            at += shape[0] * shape[1] * shape[2]
-        k, v, q, into_q, into_v, s, p, *rest = parts
-        for source, into in ((self.k, k), (self.v, v)):
-            own, place = into.view(batches, groups, keys, -1), 0
+        key = (tile.shape, row.keys)
+        if key not in self.looks:
+            self.looks[key] = self._carved(*key)
+        look = self.looks[key]
+        for source, into in ((self.k[tile.keys], look.by_head_k), (self.v[tile.keys], look.by_head_v)):
+            place = 0
             for start, stop in row.runs:
-                own[:, :, place : place + stop - start].copy_(source[tile.keys][:, :, start:stop])
+                into[:, :, place : place + stop - start].copy_(source[:, :, start:stop])
                 place += stop - start
-        q.view(*tile.shape, d).copy_(self.q[tile.heads][:, :, :, row.number])
-        torch.bmm(q.mul_(self.scale), k.transpose(1, 2), out=s)
-        scores = s.view(n, repeat, block, keys)
+        look.by_head_q.copy_(self.q[tile.heads][:, :, :, row.number])
+        torch.bmm(look.q.mul_(self.scale), look.k.transpose(1, 2), out=look.s)
         for place, mask in row.edges:
-            scores[..., place : place + block].add_(mask)
-        torch._softmax(s, -1, False, out=p)
+            look.by_head_s[..., place : place + self.block].add_(mask)
+        torch._softmax(look.s, -1, False, out=look.p)
         if row.blind is not None:
-            p.view(n, repeat, block, keys).masked_fill_(row.blind, 0)
-        return _Look(q, k, v, p, s, rest[0] if rest else s, into_q, into_v)
+            look.by_head_p.masked_fill_(row.blind, 0)
+        return look
+
+    def _carved(self, shape: tuple[int, int, int, int], keys: int) -> _Look:
+        batches, groups, repeat, block = shape
+        n, m, d, e = batches * groups, repeat * block, self.sizes.key_dim, self.sizes.value_dim
+        sizes = [(n, m, d), (n, keys, d), (n, keys, e), *[(n, m, keys)] * self.copies, (n, m, d), (n, m, e)]
+        parts, at = [], 0
+        for size in sizes:
+            parts.append(self.flat[at : at + math.prod(size)].view(size))
+            at += math.prod(size)
+        q, k, v, s, p, *rest, into_q, into_v = parts
+        return _Look(
+            q, k, v, s, p, rest[0] if rest else s, into_q, into_v,
+            q.view(*shape, d), into_q.view(*shape, d), into_v.view(*shape, e),
+            k.view(batches, groups, keys, d), v.view(batches, groups, keys, e),
+            s.view(n, repeat, block, keys), p.view(n, repeat, block, keys),
+        )  # fmt: skip

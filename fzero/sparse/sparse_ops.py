@@ -136,8 +136,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _refused(ctx: Any, *grads: Tensor) -> None:
     raise SpecError(
-        "block_sparse_attention: a gradient of its gradient is asked for, which it has not. Where a loss holds a gradient, "
-        "take F.scaled_dot_product_attention(q, k, v, attn_mask=layout.tokens(heads))"
+        "block_sparse_attention: a gradient of its gradient is asked for, which it has not. Where a loss holds a "
+        "gradient, take F.scaled_dot_product_attention(q, k, v, attn_mask=layout.tokens(heads))"
     )
 
 
