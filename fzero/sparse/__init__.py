@@ -8,6 +8,7 @@ from fzero.sparse.attend import attention
 from fzero.sparse.block_layout import BlockLayout
 from fzero.sparse.block_layouts import (
     bigbird,
+    block_for,
     dense,
     fixed,
     from_columns,
@@ -21,6 +22,7 @@ __all__ = [
     "BlockLayout",
     "attention",
     "bigbird",
+    "block_for",
     "dense",
     "fixed",
     "from_columns",
