@@ -17,6 +17,7 @@ from fzero.sparse.block_layouts import (
     sliding_window,
     variable,
 )
+from fzero.sparse.deepspeed_block import from_deepspeed
 
 __all__ = [
     "BlockLayout",
@@ -26,6 +27,7 @@ __all__ = [
     "dense",
     "fixed",
     "from_columns",
+    "from_deepspeed",
     "from_mask",
     "longformer",
     "sliding_window",
