@@ -83,10 +83,11 @@ def spans(batch: int, heads: int, groups: int, table: Tensor | None, documents: 
                 yield HeadSpan(batches, range(group, group + 1), slice(place, place + 1), own, ids)
 
 
-def rows(span: HeadSpan, count: int, rules: Rules, dtype: torch.dtype) -> Iterator[BlockRow]:
-    """The rows of a span one by one, so that the masks of one are held at a time. Raises SpecError for a bad table."""
+def rows(span: HeadSpan, count: int, rules: Rules, like: Tensor) -> Iterator[BlockRow]:
+    """The rows of a span one by one, so that the masks of one are held at a time: on the device and of the dtype of
+    `like`. Raises SpecError for a bad table."""
     table = None if span.table is None else span.table.tolist()
-    masks = _Masks(rules, dtype, span.ids)
+    masks = _Masks(rules, like, span.ids)
     for number in range(count):
         reached = rules.columns(number, count)
         columns: Sequence[int] = reached
@@ -126,10 +127,10 @@ def _row(number: int, columns: Sequence[int], masks: _Masks) -> BlockRow:
 class _Masks:
     """Additive masks of pairs of blocks. Those of the bounds depend on the distance alone, and are kept."""
 
-    def __init__(self, rules: Rules, dtype: torch.dtype, ids: Tensor | None) -> None:
-        self.rules, self.dtype, self.ids = rules, dtype, ids
+    def __init__(self, rules: Rules, like: Tensor, ids: Tensor | None) -> None:
+        self.rules, self.like, self.ids = rules, like, ids
         self.by_distance: dict[int, Tensor | None] = {}
-        self.inside = torch.arange(rules.block)
+        self.inside = torch.arange(rules.block, device=like.device)
         blocks = [] if ids is None else ids.view(-1, rules.block).tolist()
         self.seen = [{i for i in own if i >= 0} for own in blocks]
         self.plain = [len(set(own)) == 1 for own in blocks]
@@ -157,4 +158,4 @@ class _Masks:
         return self.by_distance[distance]
 
     def _additive(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+        return self.like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

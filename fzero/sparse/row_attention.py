@@ -1,4 +1,4 @@
-"""row_attention: block-sparse attention on the CPU in ATen ops, a block of queries at a time, and its backward.
+"""row_attention: block-sparse attention in ATen ops, a block of queries at a time, and its backward. Made for the CPU.
 
 q (B, H, S, D), k (B, G, S, D), v (B, G, S, E); the H / G query heads of a key head stand in one product. For each row
 its keys are copied into scratch; then softmax(scale q k^T + mask) v. The backward computes the probabilities again, so
@@ -76,7 +76,7 @@ def forward(
     work = _Work(q, k, v, columns, rules, scale, backward=False)
     target = work.by_rows(out)
     for span in spans(q.shape[0], q.shape[1], k.shape[1], columns, documents):
-        for row in rows(span, work.count, rules, work.dtype):
+        for row in rows(span, work.count, rules, work.flat):
             if not row.runs:
                 target[_heads(span)][:, :, :, row.number] = 0
             for tile in work.tiles(span, row):
@@ -92,9 +92,9 @@ def backward(
     """Fills the gradients of q, k and v, all contiguous."""
     work = _Work(q, k, v, columns, rules, scale, backward=True)
     target, source = work.by_rows(dq), work.by_rows(grad)
-    to_k, to_v = (torch.zeros(x.shape, dtype=work.dtype) if work.narrow else x.zero_() for x in (dk, dv))
+    to_k, to_v = (work.flat.new_zeros(x.shape) if work.narrow else x.zero_() for x in (dk, dv))
     for span in spans(q.shape[0], q.shape[1], k.shape[1], columns, documents):
-        for row in rows(span, work.count, rules, work.dtype):
+        for row in rows(span, work.count, rules, work.flat):
             if not row.runs:
                 target[_heads(span)][:, :, :, row.number] = 0
             for tile in work.tiles(span, row):
@@ -176,7 +176,7 @@ class _Work:
         self.block, self.count, self.scale = rules.block, q.shape[2] // rules.block, scale
         self.copies = _COPIES[backward]
         self.k, self.v, self.q = k, v, self.by_rows(q)
-        self.flat = torch.empty(self.sizes.scratch(rules.block, self.copies), dtype=self.dtype)
+        self.flat = q.new_empty(self.sizes.scratch(rules.block, self.copies), dtype=self.dtype)
         self.looks: dict[tuple[tuple[int, ...], int], _Look] = {}
 
     def by_rows(self, x: Tensor) -> Tensor:
