@@ -85,6 +85,10 @@ def _forward_out(
     right: int, scale: float, *, out: Tensor,
 ) -> Tensor:  # fmt: skip
     check(q, k, v, columns, documents, block, left, right, scale)
+    args = (q, k, v, columns, documents, block, left, right, scale)
+    if (kernel := op_info.kernel_for(torch.ops.fzero.block_sparse_attention.out, *args, out=out)) is not None:
+        kernel(*args, out=out)
+        return out
     with torch.no_grad():
         row_attention.forward(q, k, v, columns, documents, Rules(block, left, right), scale, out)
     return out
@@ -106,6 +110,10 @@ def _backward_out(
     left: int, right: int, scale: float, *, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rules = Rules(block, left, right)
+    args, outs = (grad, q, k, v, columns, documents, block, left, right, scale), {"dq": dq, "dk": dk, "dv": dv}
+    if (kernel := op_info.kernel_for(torch.ops.fzero.block_sparse_attention_backward.out, *args, **outs)) is not None:
+        kernel(*args, **outs)
+        return dq, dk, dv
     with torch.no_grad():
         row_attention.backward(grad, q, k, v, columns, documents, rules, scale, dq, dk, dv)
     return dq, dk, dv
