@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, hardware, optim, random
+from fzero import checkpoint, data, hardware, optim, random, sparse
 from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, lower, step
 from fzero.capture.joint import Mean
@@ -121,6 +121,7 @@ __all__ = [
     "save",
     "scan",
     "simulate",
+    "sparse",
     "static",
     "step",
     "unshard",

@@ -239,8 +239,11 @@ DEEPSPEED = table(
     keys("", REFUSED, "fzero takes batches as they come", "do it in the data loader", data_efficiency=Of(BLOCK)),
     # --- what DeepSpeed has removed as well
     keys("", REMOVED, "DeepSpeed 0.19.8 refuses it too", "take it out", nebula=Of(ANY), compression_training=Of(ANY),
-         amp=Of(ANY), quantize_training=Of(ANY), sparse_gradients=Of(ANY), eigenvalue=Of(ANY), sparse_attention=Of(ANY),
+         amp=Of(ANY), quantize_training=Of(ANY), sparse_gradients=Of(ANY), eigenvalue=Of(ANY),
          elasticity=Of(ANY), graph_harvesting=Of(ANY), curriculum_learning=Of(ANY), progressive_layer_drop=Of(ANY)),
+    keys("", REMOVED, "DeepSpeed 0.19.8 refuses it too",
+         "take it out; fzero.sparse.from_deepspeed(block, num_heads, seq_len) is the layout of such a block",
+         sparse_attention=Of(ANY)),
     keys(ZERO, REMOVED, "DeepSpeed 0.19.8 refuses it too", "take it out", zeropp_loco_param=Of(ANY)),
 )  # fmt: skip
 
