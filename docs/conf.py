@@ -11,12 +11,13 @@ from fzero import __version__  # noqa: E402
 project = "fzero"
 author = "the developers of fzero"
 release = version = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "fzero_site"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "fzero_site"]
 exclude_patterns = ["_ext", "_build"]
 myst_heading_anchors = 4
 default_role = "code"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+toc_object_entries = False  # each public name has a heading
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 highlight_language = "text"

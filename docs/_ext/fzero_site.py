@@ -6,8 +6,10 @@ inventory must hold every public name: a name without a docstring, or on no page
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -62,32 +64,48 @@ def api_page(module: str, heading: str, names: list[str]) -> str:
     lines = [f"# {heading}", "", "```{eval-rst}", f".. py:module:: {module}", "```", ""]
     for name in names:
         thing = getattr(there, name)
-        kind = "class" if isinstance(thing, type) else "function" if callable(thing) else "data"
-        options = "\n   :members:\n   :show-inheritance:" if kind == "class" else ""
-        lines += [f"## {name}", "", "```{eval-rst}", f".. auto{kind}:: {module}.{name}{options}", "```", ""]
+        if inspect.isclass(thing):
+            directive = f".. autoclass:: {module}.{name}\n   :members:\n   :show-inheritance:"
+        elif inspect.isroutine(thing):
+            directive = f".. autofunction:: {module}.{name}"
+        else:  # the docstring of a value is that of its type
+            directive = f".. py:data:: {name}\n   :value: {thing!r}"
+        lines += [f"## {name}", "", "```{eval-rst}", directive, "```", ""]
     return "\n".join(lines)
 
 
-def room_page(readme: Path) -> str:
-    """A room's README, its relative links made those of a page two folders below `docs/`."""
+def relinked(text: str, source: Path, page: Path) -> str:
+    """The text of `source` with its relative links made those of `page`; a README's link becomes that of its page."""
 
     def moved(match: re.Match[str]) -> str:
-        target = (readme.parent / match[1]).resolve()
+        target = (source.parent / match[1]).resolve()
         if not target.exists() or not target.is_relative_to(ROOT):
             return match[0]
-        if target.is_relative_to(DOCS):
-            return f"](../../{target.relative_to(DOCS).as_posix()}{match[2] or ''})"
-        room = target if target.is_dir() else target.parent
-        if room in rooms() and (target.is_dir() or target.name == "README.md"):
-            return f"]({page_name(room)}.md{match[2] or ''})"
-        return f"](../../../{target.relative_to(ROOT).as_posix()})"
+        readme = target / "README.md" if target.is_dir() else target
+        target = next((GENERATED / name for name, file in copied().items() if file == readme), target)
+        return f"]({os.path.relpath(target, page.parent)}{match[2] or ''})"
 
-    return LINK.sub(moved, readme.read_text(encoding="utf-8"))
+    return LINK.sub(moved, text)
 
 
 def rooms() -> list[Path]:
-    """The folders of `fzero/` that have a README, and that of the fuzzers."""
-    return [path.parent for path in sorted([*(ROOT / "fzero").rglob("README.md"), ROOT / "lab" / "README.md"])]
+    """The folders of `fzero/` that have a README, and the folders beside it."""
+    beside = [ROOT / name for name in ("benchmarks", "lab", "tests")]
+    return [*sorted(path.parent for path in (ROOT / "fzero").rglob("README.md")), *beside]
+
+
+@functools.cache
+def copied() -> dict[str, Path]:
+    """By the page in `docs/generated/`, the file that it is made from."""
+    pages = {f"rooms/{page_name(room)}.md": room / "README.md" for room in rooms()}
+    return {**pages, "changelog.md": ROOT / "CHANGELOG.md", "contributing.md": ROOT / "CONTRIBUTING.md"}
+
+
+def relink_page(app: Sphinx, name: str, content: list[str]) -> None:
+    """Links of a page of `docs/` to files of the repository that are pages here."""
+    if not name.startswith("generated/"):
+        page = DOCS / f"{name}.md"
+        content[0] = relinked(content[0], page, page)
 
 
 def page_name(room: Path) -> str:
@@ -98,9 +116,8 @@ def page_name(room: Path) -> str:
 def generate(app: Sphinx) -> None:
     """Writes the pages; a file that has its text already keeps its time, so a second build is quick."""
     pages = {f"api/{m}.md": api_page(m, API[m], names) for m, names in public_names().items()}
-    pages |= {f"rooms/{page_name(room)}.md": room_page(room / "README.md") for room in rooms()}
-    pages["changelog.md"] = room_page(ROOT / "CHANGELOG.md")
-    pages["contributing.md"] = room_page(ROOT / "CONTRIBUTING.md")
+    for name, source in copied().items():
+        pages[name] = relinked(source.read_text(encoding="utf-8"), source, GENERATED / name)
     for name, text in pages.items():
         path = GENERATED / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,7 +150,7 @@ def escaped(paragraph: str) -> str:
     """Text without what reStructuredText alone would read: bars, stars, and code that a letter follows."""
     parts = re.split(r"(`[^`]+`)", paragraph)
     text = [p if n % 2 else re.sub(r"([|*])", r"\\\1", p) for n, p in enumerate(parts)]
-    return re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", "".join(text))
+    return "".join(f"\\ {p}" if n and n % 2 == 0 and p[:1].isalnum() else p for n, p in enumerate(text))
 
 
 def fields(paragraph: str, names: set[str]) -> list[str]:
@@ -170,6 +187,7 @@ def check_names(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", generate)
+    app.connect("source-read", relink_page)
     app.connect("autodoc-process-docstring", as_rst)
     app.connect("build-finished", check_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
