@@ -49,7 +49,7 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $(VENV)/.demo $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e ".[docs]"
+	$(PIP) -e ".[docs,hf]"
 	@touch $@
 
 demo: $(VENV)/.demo
