@@ -108,6 +108,17 @@ def roles_time(programs: Mapping[int, Program], rates: Rates) -> dict[int, StepT
 
     Raises FzeroError where roles wait for one another for ever, of which no verified program is.
     """
+    return {role: clock.done() for role, clock in _together(programs, rates).items()}
+
+
+def op_spans(programs: Mapping[int, Program], rates: Rates) -> dict[int, list[tuple[float, float]]]:
+    """By role, of each op when the rank comes to it and when it goes on, in seconds from the start of the step. Of a
+    wait the difference is the time for which the rank stands still: the transfer is exposed for so long."""
+    return {role: clock.spans for role, clock in _together(programs, rates).items()}
+
+
+def _together(programs: Mapping[int, Program], rates: Rates) -> dict[int, _Clock]:
+    """The clocks of all roles at the end of the step."""
     mail: Mail = defaultdict(list)
     clocks = {role: _Clock(program, rates, mail) for role, program in programs.items()}
     left = {role: deque(program.ops) for role, program in programs.items()}
@@ -119,7 +130,7 @@ def roles_time(programs: Mapping[int, Program], rates: Rates) -> dict[int, StepT
         if sum(map(len, left.values())) == before:
             stuck = "; ".join(f"role {role} at {op_text(ops[0])}" for role, ops in left.items() if ops)
             raise FzeroError(f"the roles wait for one another: {stuck}")
-    return {role: clock.done() for role, clock in clocks.items()}
+    return clocks
 
 
 def op_seconds(program: Program, op: Op, rates: Rates) -> tuple[str, float]:
@@ -148,9 +159,10 @@ def op_seconds(program: Program, op: Op, rates: Rates) -> tuple[str, float]:
 @dataclass
 class _Clock:
     """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, in
-    order, by its number and what it writes. mail: when each message of all roles arrives, by axis, sender, receiver and
-    tag; None: those of others are never late. ends: by lane of messages, when its last one is through. arrivals: by
-    buffer, its messages in flight. Only the methods here write the fields."""
+    order, by its number and what it writes. spans: of each op, when it began and ended. mail: when each message of all
+    roles arrives, by axis, sender, receiver and tag; None: those of others are never late. ends: by lane of messages,
+    when its last one is through. arrivals: by buffer, its messages in flight. Only the methods here write the
+    fields."""
 
     program: Program
     rates: Rates
@@ -159,6 +171,7 @@ class _Clock:
     compute: float = 0.0
     written: int = 0
     started: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)
     queues: dict[str, dict[Work, float]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
@@ -169,6 +182,11 @@ class _Clock:
 
     def take(self, op: Op) -> None:
         """Goes past an op."""
+        began = self.clock
+        self._take(op)
+        self.spans.append((began, self.clock))
+
+    def _take(self, op: Op) -> None:
         if op.is_wait:
             self._wait(op.target)
             return
