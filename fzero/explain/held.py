@@ -13,7 +13,7 @@ from fzero.ir.records import DEVICE, Buffer
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTogether:
     """Buffers of one kind whose names differ in numbers only.
 
     name: theirs, with `*` for a number that differs. kind: as in `fzero.cost.memory`. count: how many. nbytes: of all.
@@ -25,7 +25,7 @@ class Held:
     nbytes: int
 
 
-def at_fullest(program: Program, space: str = DEVICE) -> list[Held]:
+def at_fullest(program: Program, space: str = DEVICE) -> list[HeldTogether]:
     """What a space holds at its fullest op, the largest first; what the op needs while it runs is a row too."""
     index = account(program).ops.get(space, -1)
     live = live_names(program.ops, program.buffers, index)
@@ -34,11 +34,11 @@ def at_fullest(program: Program, space: str = DEVICE) -> list[Held]:
         op = program.ops[index]
         for name, nbytes in (("workspace", op.workspace), ("heap", op.heap)):
             if nbytes and program.space(op) == space:
-                found.append(Held(f"{name} of op {index}", "activations", 1, nbytes))
+                found.append(HeldTogether(f"{name} of op {index}", "activations", 1, nbytes))
     return sorted(found, key=lambda held: (-held.nbytes, held.name))
 
 
-def folded(buffers: Iterable[Buffer]) -> list[Held]:
+def folded(buffers: Iterable[Buffer]) -> list[HeldTogether]:
     """Buffers of one kind and of names that differ in numbers only, as one row.
 
     >>> import torch
@@ -52,7 +52,7 @@ def folded(buffers: Iterable[Buffer]) -> list[Held]:
     for buffer in sorted(buffers, key=lambda b: b.name):
         groups.setdefault((SHOWN.get(buffer.kind, "other"), pattern(buffer.name)), []).append(buffer)
     return [
-        Held(common([b.name for b in group]), kind, len(group), sum(b.nbytes for b in group))
+        HeldTogether(common([b.name for b in group]), kind, len(group), sum(b.nbytes for b in group))
         for (kind, _), group in groups.items()
     ]
 
