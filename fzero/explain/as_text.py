@@ -109,7 +109,13 @@ def passes(lowered: Lowered, role: int) -> Iterator[str]:
             kind + "".join(f" {sign}{n[kind]}" for sign, n in (("-", change.removed), ("+", change.added)) if n[kind])
             for kind in {**change.removed, **change.added}
         )
-        rows.append((f"  {change.name}", bytes_text(change.sent), f"{counts or 'the order'}  # {change.why}"))
+        rows.append(
+            (
+                f"  {change.name}",
+                "" if change.sent is None else bytes_text(change.sent),
+                f"{counts or 'the order'}  # {change.why}",
+            )
+        )
     yield from columns([("  pass", "sent after", "ops"), *rows], "<><")
 
 

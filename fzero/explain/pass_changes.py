@@ -8,21 +8,34 @@ from dataclasses import dataclass
 from fzero.compile.lowered import Lowered
 from fzero.ir.program import Program, op_text, wire_bytes
 
+MOST_OPS = 5_000
+
 
 @dataclass(frozen=True)
 class PassChange:
     """name, why: of the pass, and of its place in the order. removed, added: ops by kind that are no longer there, and
-    that are new; an op that was only moved is neither. sent: bytes that one rank sends in a step after it."""
+    that are new; an op that was only moved is neither. sent: bytes that one rank sends in a step after it; None: not
+    known."""
 
     name: str
     why: str
     removed: Counter[str]
     added: Counter[str]
-    sent: int
+    sent: int | None
 
 
 def pass_changes(lowered: Lowered, role: int = 0) -> list[PassChange]:
-    """The changes of the passes that changed something, in their order. The passes run again for it."""
+    """The changes of the passes that changed something, in their order.
+
+    The passes run again for it. Of programs of more than `MOST_OPS` ops they do not: there the counts of the record are
+    taken, which know neither the bytes nor an op that took the place of another of its kind.
+    """
+    if len(lowered.programs[role].ops) > MOST_OPS:
+        return [
+            PassChange(r.name, r.why, Counter(r.before) - Counter(r.after), Counter(r.after) - Counter(r.before), None)
+            for r in lowered.passes
+            if r.before != r.after
+        ]
     why = {record.name: record.why for record in lowered.passes}
     found: list[PassChange] = []
     before: Program | None = None

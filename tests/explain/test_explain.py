@@ -110,6 +110,17 @@ def test_the_changes_of_the_passes_lead_from_the_naive_program_to_the_last(lower
     assert pass_changes(lowered)[-1].sent == sum(wire_bytes(lowered.program, op) for op in lowered.program.ops)
 
 
+def test_of_a_very_large_program_the_counts_of_the_record_are_taken(
+    lowered: fzero.Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fzero.explain.pass_changes.MOST_OPS", 10)
+    ops = kinds(ops_of(lowered.naive))
+    for change in pass_changes(lowered):
+        assert change.sent is None
+        ops = ops - change.removed + change.added
+    assert ops == kinds(ops_of(lowered.program))
+
+
 def test_the_road_of_a_leaf_is_every_op_with_its_bucket(lowered: fzero.Lowered) -> None:
     program = lowered.program
     found = road(lowered.programs, "layers/2/w")
