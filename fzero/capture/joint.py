@@ -29,6 +29,7 @@ from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import defined_at, describe
 from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
+from fzero.ir.code_ops import coded
 from fzero.precision import LOW, Precision
 
 log = logging.getLogger("fzero")
@@ -174,7 +175,9 @@ class Joint:
         feed = iter(xs[len(self.leaves) :])
         own = []
         for path, x in zip(self.paths, xs, strict=False):
-            x = x.detach().to(self.precision.compute_dtype(path, x.dtype))
+            codec, held = self.precision.coding(path, x).gather, x.detach()
+            held = held if codec is None else coded(held, codec)
+            x = held.to(self.precision.compute_dtype(path, x.dtype))
             own.append(x.requires_grad_() if leaf else x)
         full = [next(feed) if t else leaf for t, leaf in zip(self.is_tensor, self.arg_leaves, strict=True)]
         if self.precision.cast_batch:

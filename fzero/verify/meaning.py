@@ -17,13 +17,14 @@ from torch import fx
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
+from fzero.ir.code_ops import CodeOps
 from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
 from fzero.ir.recorder import record
 from fzero.ir.records import SlotKey
 from fzero.plan.state_plan import Plan
 from fzero.plan.wires import Wire
-from fzero.verify.terms import Term, apply, digest, evaluate, metric, part, reduced, term
+from fzero.verify.terms import Term, apply, digest, evaluate, exchanged, metric, part, reduced, term
 
 aten = torch.ops.aten
 
@@ -111,7 +112,8 @@ def _region_terms(
                 if index not in places:
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
-                    coders = _coders(plan.bucket_layouts[places[index][0]].wire, region, index)
+                    wire = plan.bucket_layouts[places[index][0]].wire
+                    coders = wire if isinstance(wire, CodeOps) else _coders(wire, region, index)
                     inner, *outer = _travelled(plan, axis, divisor, coders)
                     value = _sum([inner(p) for p in parts]) if reduce == "each" else inner(_sum(parts))
                     for over in outer:
@@ -149,15 +151,20 @@ def _elementwise(fn: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor,
     return evaluate(gm, [value])[0][0]
 
 
-def _travelled(plan: Plan, axis: str, divisor: int, coders: Coders | None) -> list[Callable[[Any], Any]]:
+def _travelled(plan: Plan, axis: str, divisor: int, coders: Coders | CodeOps | None) -> list[Callable[[Any], Any]]:
     """The sums of a gradient over each of the axes that the step reduces it over, the innermost first, coded for each.
     The last divides."""
 
     def over(value: Any, name: str) -> Any:
         world = plan.mesh.size(name) if name else 1
-        value = coders[0](value) if coders and world > 1 else value
-        value = reduced(value, "sum", name, world, divisor if name == last else 1)
-        return coders[1](value) if coders and world > 1 else value
+        by = divisor if name == last else 1
+        if coders is None or world == 1:
+            return reduced(value, "sum", name, world, by)
+        if isinstance(coders, CodeOps):
+            messages = exchanged(apply(coders.encode, (value,), {}), name, world)
+            return apply(coders.decode_sum, (messages, by), {})
+        encode, decode = coders
+        return decode(reduced(encode(value), "sum", name, world, by))
 
     axes = [name for name in reversed(parts_of(axis)) if plan.mesh.size(name) > 1] or [""]
     last = axes[-1]

@@ -54,6 +54,8 @@ DEEPSPEED = table(
     # --- gradients
     keys("", HONOURED, "Spec(clip_norm=); 0 clips nothing", auto=True, gradient_clipping=Of(LIMIT, 1.0)),
     keys("", HONOURED, "Precision(reduce=)", communication_data_type=Of(DTYPE)),
+    keys("", REFUSED, "DeepSpeed reads no such key", "take it out; Precision(reduce='int8') sends messages of blocks, "
+         "as zero_quantized_gradients does", compress_communication=False),
     keys("", HINT, "Ulysses is not used", seq_parallel_communication_data_type=Of(DTYPE, "fp32")),
     keys("", HINT, "rounding only: fzero sums gradients in the order of ranks and divides once",
          prescale_gradients=False, gradient_predivide_factor=1.0),
@@ -146,8 +148,10 @@ DEEPSPEED = table(
     keys(ZERO, ALWAYS, "masters are the tensors that fzero.init is given", load_from_fp32_weights=True),
     keys(ZERO, REFUSED, "fzero has no such thing", "take it out", legacy_stage1=False,
          pipeline_loading_checkpoint=False, save_muon_momentum_buffer_in_memory=False),
-    keys(ZERO, REFUSED, "fzero sends whole numbers of 16 bits at least", "write communication_data_type bf16",
-         zero_quantized_weights=False, zero_quantized_nontrainable_weights=False, zero_quantized_gradients=False),
+    keys(ZERO, HONOURED, 'Precision(gather="int8")', zero_quantized_weights=False),
+    keys(ZERO, HONOURED, 'Precision(reduce="int4")', zero_quantized_gradients=False),
+    keys(ZERO, REFUSED, "what is not trained is held as it is", "take it out: zero_quantized_weights codes it too",
+         zero_quantized_nontrainable_weights=False),
     keys(f"{ZERO}.zenflow", REFUSED, "late updates change the numbers", "take the block out", topk_ratio=0.1,
          select_strategy="auto", select_interval=Of(ANY, "auto"), update_interval=Of(ANY, "auto"), overlap_step=False,
          offload=False, auto_ratio=0.99, full_warm_up_rounds=0, pt_reserved_cores_perc=0.5, steps_per_epoch=Of(INT)),

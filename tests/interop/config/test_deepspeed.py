@@ -396,6 +396,25 @@ def test_two_data_axes() -> None:
         "zero_optimization.mics_shard_size"]  # fmt: skip
 
 
+def test_messages_of_blocks() -> None:
+    """ZeRO++: qwZ and qgZ, alone and with hpZ."""
+
+    def precision(**zero: Any) -> str:
+        return str(fields({"zero_optimization": {"stage": 3, **zero}}, world_size=8).get("precision"))
+
+    assert precision() == "None"
+    assert precision(zero_quantized_weights=True) == "fzero.Precision(gather='int8')"
+    assert precision(zero_quantized_gradients=True) == "fzero.Precision(reduce='int4')"
+    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    assert precision(**both, zero_hpz_partition_size=4) == "fzero.Precision(reduce='int4', gather='int8')"
+    low = fields({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **both}})
+    assert low["precision"] == "fzero.Precision(compute='bf16', reduce='int4', gather='int8')"
+    by_op = {"torch_autocast": {"enabled": True}, "zero_optimization": {"stage": 3, **both}}
+    assert fields(by_op)["precision"] == "fzero.Precision(compute='autocast', reduce='int4', gather='int8')"
+    wrong = {**ROWS, "zero_optimization": {"stage": 2, **both}}
+    assert refused(wrong) == ["zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"]
+
+
 def test_pipelines_and_layers_in_parts() -> None:
     found = fields(
         {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "tensor_parallel": {"autotp_size": 2}},

@@ -90,6 +90,8 @@ SPECIAL: dict[str, list[tuple[str, Any]]] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": [("bf16.enabled", True)],
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": [("bf16.enabled", True)],
     "scheduler.type": [("optimizer.type", "Adam")],
+    "zero_optimization.zero_quantized_weights": [("zero_optimization.stage", 3)],
+    "zero_optimization.zero_quantized_gradients": [("zero_optimization.stage", 3)],
 }
 VALUES: dict[str, Any] = {
     "communication_data_type": "bf16", "optimizer.type": "SGD", "scheduler.type": "WarmupLR", "log_level": "debug",
