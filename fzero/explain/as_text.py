@@ -61,7 +61,7 @@ def memory(program: Program) -> Iterator[str]:
 def transfers(program: Program, spans: Spans | None) -> Iterator[str]:
     """The transfers by kind, and those for which a rank stands still."""
     found = in_flight(program, spans)
-    yield f"TRANSFERS: {len(found):,}, {bytes_text(sum(t.nbytes for t in found))} per step by one rank"
+    yield f"TRANSFERS: {len(found):,}, {bytes_text(sum(t.nbytes for t in found))} sent or moved per step by one rank"
     groups: dict[tuple[str, str], list[InFlight]] = {}
     for one in found:
         op = program.ops[one.op]
