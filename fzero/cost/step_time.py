@@ -106,6 +106,19 @@ def roles_time(programs: Mapping[int, Program], rates: Rates) -> dict[int, StepT
 
 def times_of(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, StepTime], dict[int, int]]:
     """(the time of each role, by the events of each; of the roles that wait for ever, the op at which they do)."""
+    clocks, left = _together(steps, rates)
+    return ({} if left else {role: clock.done() for role, clock in clocks.items()}), left
+
+
+def op_spans(programs: Mapping[int, Program], rates: Rates) -> dict[int, list[tuple[float, float]]]:
+    """By role, of each op when the rank comes to it and when it goes on, in seconds from the start of the step. Of a
+    wait the difference is the time for which the rank stands still: the transfer is exposed for so long."""
+    clocks, _ = _together({role: priced(program, rates) for role, program in programs.items()}, rates)
+    return {role: clock.spans for role, clock in clocks.items()}
+
+
+def _together(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, _Clock], dict[int, int]]:
+    """(the clocks of all roles at the end of the step; of the roles that wait for ever, the op at which they do)."""
     mail: Mail = defaultdict(list)
     clocks = {role: _Clock(rates, mail) for role in steps}
     left = {role: deque(events) for role, events in steps.items()}
@@ -115,22 +128,23 @@ def times_of(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tupl
             while left[role] and clock.ready(left[role][0]):
                 clock.take(left[role].popleft())
         if sum(map(len, left.values())) == before:
-            return {}, {role: len(steps[role]) - len(rest) for role, rest in left.items() if rest}
-    return {role: clock.done() for role, clock in clocks.items()}, {}
+            return clocks, {role: len(steps[role]) - len(rest) for role, rest in left.items() if rest}
+    return clocks, {}
 
 
 @dataclass
 class _Clock:
     """The clock of a rank on its way through the events of a program. queues: by lane, the seconds left of each piece
-    of work, in order. mail: when each message of all roles arrives, by its way; None: those of others are never late.
-    ends: by lane of messages, when its last one is through. arrivals: by lane, its messages in flight. Only the methods
-    here write the fields."""
+    of work, in order. spans: of each op, when it began and ended. mail: when each message of all roles arrives, by its
+    way; None: those of others are never late. ends: by lane of messages, when its last one is through. arrivals: by
+    lane, its messages in flight. Only the methods here write the fields."""
 
     rates: Rates
     mail: Mail | None = None
     clock: float = 0.0
     compute: float = 0.0
     written: int = 0
+    spans: list[tuple[float, float]] = field(default_factory=list)
     queues: dict[str, list[float]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
@@ -140,6 +154,7 @@ class _Clock:
 
     def take(self, events: tuple[Event, ...]) -> None:
         """Goes past the events of an op."""
+        began = self.clock
         for event in events:
             match event.does:
                 case Does.COMPUTE:
@@ -156,6 +171,7 @@ class _Clock:
                     self._message(event)
                 case Does.ARRIVE:
                     self._arrive(event)
+        self.spans.append((began, self.clock))
 
     def ready(self, events: tuple[Event, ...]) -> bool:
         """Whether an op can be taken: a wait for a message only once its sender has sent it."""

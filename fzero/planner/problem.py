@@ -53,19 +53,19 @@ def problem_of(
             f"fzero.plan(world_size={world_size}): hardware {machine.name!r} joins {machine.devices} devices: add a "
             "[[level]] to its file, or plan for fewer"
         )
-    batch_of, rows = _by_rows(tree.plain(batch_like))
+    batch_of, rows = by_rows(tree.plain(batch_like))
     layers = _layers(spec, params_like)
     equal = None if callable(params_like) or spec.loss is None else layers_of(params_like)
     return Problem(spec, given, params_like, batch_of, rows, layers, equal, world_size, machine, budget)
 
 
-def _by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:
-    """(the batch of a number of rows, the rows of the whole one)."""
+def by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:
+    """(the batch of a number of rows, on meta; the rows of the whole one)."""
     leaves = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     counts = {int(x.shape[0]) for x in leaves if x.dim()}
     if len(counts) != 1:
         raise SpecError(
-            f"fzero.plan(batch_like): its tensors have {sorted(counts)} rows along dim 0: needed the global batch, "
+            f"batch_like: its tensors have {sorted(counts)} rows along dim 0: needed the global batch, "
             "whose tensors have one number of rows"
         )
 
