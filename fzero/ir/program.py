@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fzero import backend
+from fzero.html_table import html_table
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op
@@ -188,6 +189,17 @@ class Program:
 
     def __str__(self) -> str:
         return to_text(self, live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the ops as a table."""
+        levels = live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE)
+        rows = [
+            (n, op_text(op).split("  ")[0], bytes_text(self, op), live, op.why)
+            for n, (op, live) in enumerate(zip(self.ops, levels, strict=True))
+        ]
+        role = "" if self.role is None else f", role {self.role}"
+        title = f"program {self.digest} on {self.mesh}{role}: {len(self.ops):,} ops"
+        return html_table(title, ["op", "reads -> writes", "sent or moved", "live bytes", "why"], rows)
 
 
 def to_text(program: Program, live: Iterable[int]) -> str:

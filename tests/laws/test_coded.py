@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib.util import find_spec
 from typing import Any
 
 import cases
+import hf_models
 import pytest
 import torch
 from helpers import Run, gloo, run
@@ -13,7 +15,7 @@ from helpers import values as of_ranks
 from torch import Tensor
 
 import fzero
-from fzero import P, Precision, optim, tree
+from fzero import P, Precision, interop, optim, tree
 from fzero.errors import SpecError
 from fzero.ir.program import wire_bytes
 from fzero.kernels.codecs import CODECS, decode, decode_sum, encode
@@ -259,3 +261,35 @@ def test_what_codecs_refuse() -> None:
         lower(wide, precision=Precision(reduce="int8"))
     with pytest.raises(SpecError, match=r"summed over dp_out, along which no rank owns a slice.*zero=1, 2 or 3"):
         lower(precision=Precision(reduce="int8"), mesh={"dp_out": 2, "dp": 2}, zero="hsdp")
+
+
+# --- models that are not ours -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("codecs", [("int8", "int8"), ("int8", "int4")], ids=str)
+@pytest.mark.parametrize("name", ["GPT-2", "BERT"])
+@pytest.mark.sampled(1)
+def test_hugging_face_models_train_as_without_codecs(name: str, codecs: tuple[str, str], whole: bool) -> None:
+    """The loss of fifty steps (ten, in a sample) is within a hundredth."""
+    case = hf_models.CASES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        params, buffers, apply = interop.from_module(case.make().eval())  # without dropout
+
+    def loss(params: Any, batch: dict[str, Tensor]) -> fzero.Mean:
+        given = {key: value for key, value in batch.items() if key != "labels"}
+        return fzero.Mean(*case.loss(apply(params, buffers, **given), batch))
+
+    losses = []
+    for precision in ("fp32", Precision(gather=codecs[0], reduce=codecs[1], exact=("**/bias",))):
+        spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=3, transfers="p2p", precision=precision)
+        losses.append(
+            run(
+                spec, params, lambda rank, _: case.batch(rank, 0), world=2, steps=50 if whole else 10, poison=False
+            ).losses()
+        )
+    for plain, coded in zip(*losses, strict=True):
+        assert coded == pytest.approx(plain, rel=0.01)
+    assert losses[0] != losses[1]
+    assert losses[0][-1] < losses[0][0]
