@@ -102,7 +102,7 @@ def _elements_of(message, inside, BITS: tl.constexpr, MANTISSA: tl.constexpr, RO
     scale = tl.load((message + BYTES).to(tl.pointer_type(tl.float32)), inside, 0.0)[:, None]
     if BITS == 1:
         bits = tl.reshape((code[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1, (ROWS, 64))
-        return tl.where(bits == 1, scale, -scale)
+        return tl.where(bits == 1, 1.0, -1.0) * scale  # minus a scale would be 0 - scale: of 0 not -0
     elif MANTISSA > 0:
         return _from_float8(code, MANTISSA) * scale
     elif BITS == 8:

@@ -27,7 +27,6 @@ few = settings(max_examples=int(os.environ.get("FZERO_EXAMPLES", "25")), deadlin
 sizes = st.sampled_from([0, 1, 2, 63, 64, 65, 1023, 1024, 1025, 2047, 2049]) | st.integers(0, 3000)
 offsets = st.integers(0, 3)
 floats = st.sampled_from([F32, BF16, F16])
-codecs_ = st.sampled_from(list(CODECS.values()))
 ODD = [0.0, -0.0, 1e-45, -1e-40, 1.17e-38, 3e-37, 1e30, 3.4e38, -3.4028234663852886e38, 65504.0, 65520.0, 1.00390625]
 LOST = [float("inf"), float("-inf"), float("nan")]
 
@@ -255,28 +254,35 @@ def test_a_number_that_is_not_finite_is_found(lost: float, place: int) -> None:
 
 
 @few
-@given(sizes, offsets, floats, codecs_, st.sampled_from([None, ODD, ODD + LOST]))
-def test_a_message_is_the_codecs(size: int, offset: int, dtype: torch.dtype, codec: BlockCodec, odd: Any) -> None:
+@given(sizes, offsets, floats, st.sampled_from([None, ODD, ODD + LOST]))
+def test_a_message_is_the_codecs(size: int, offset: int, dtype: torch.dtype, odd: Any) -> None:
+    """A block of zeros and one of subnormal numbers, whose inverse is infinite, are among the blocks."""
     x = values(size, offset, dtype, odd=odd)
-    got, wanted = (f.view(-1, codec.block_bytes) for f in (codec_kernels.encode(codec, x), codecs.encode(x, codec)))
+    x[64:128] = 0.0
+    x[128:192] *= 1e-38
     finite = torch.tensor([bool(part.isfinite().all()) for part in x.split(64)] if size else [], dtype=torch.bool)
-    assert torch.equal(got[finite], wanted[finite]), "bit for bit"
-    assert same(got[:, -4:].contiguous().view(F32), wanted[:, -4:].contiguous().view(F32)), "of each block the scale"
-    back = codec_kernels.decode(codec, got.flatten()).view(-1, 64)
-    assert same(back, codecs.decode_blocks(got.flatten(), codec).view(-1, 64))
-    assert not back[~finite].isfinite().any(), "what is lost shows"
+    for codec in CODECS.values():
+        got, wanted = (f.view(-1, codec.block_bytes) for f in (codec_kernels.encode(codec, x), codecs.encode(x, codec)))
+        assert torch.equal(got[finite], wanted[finite]), f"{codec.name}: bit for bit"
+        assert same(got[:, -4:].contiguous().view(F32), wanted[:, -4:].contiguous().view(F32)), (
+            "of each block the scale"
+        )
+        back = codec_kernels.decode(codec, got.flatten())
+        assert same(back, codecs.decode_blocks(got.flatten(), codec))
+        assert not back.view(-1, 64)[~finite].isfinite().any(), "what is lost shows"
 
 
 @few
-@given(st.integers(1, 2200), codecs_, st.integers(1, 5), st.sampled_from([1, 2, 3, 7]), st.sampled_from([0, 4, 64]))
-def test_a_sum_adds_ranks_in_order(size: int, codec: BlockCodec, ranks: int, divisor: int, gap: int) -> None:
+@given(st.integers(1, 2200), st.integers(1, 5), st.sampled_from([1, 2, 3, 7]), st.sampled_from([0, 4, 64]))
+def test_a_sum_adds_ranks_in_order(size: int, ranks: int, divisor: int, gap: int) -> None:
     """Of rows that lie apart in a larger buffer, as those that an all-to-all has written."""
-    messages = torch.stack([codecs.encode(values(size, seed=i, odd=ODD), codec) for i in range(ranks)])
-    room = torch.full((ranks, messages.shape[1] + gap), 255, dtype=torch.uint8)
-    rows = room[:, gap // 2 // 4 * 4 :][:, : messages.shape[1]]
-    rows.copy_(messages)
-    got = codec_kernels.decode_sum(codec, rows, divisor)
-    assert same(got, codecs.decode_sum(messages, divisor, codec))
+    for codec in CODECS.values():
+        messages = torch.stack([codecs.encode(values(size, seed=i, odd=ODD), codec) for i in range(ranks)])
+        room = torch.full((ranks, messages.shape[1] + gap), 255, dtype=torch.uint8)
+        rows = room[:, gap // 2 // 4 * 4 :][:, : messages.shape[1]]
+        rows.copy_(messages)
+        got = codec_kernels.decode_sum(codec, rows, divisor)
+        assert same(got, codecs.decode_sum(messages, divisor, codec))
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
@@ -293,7 +299,7 @@ def test_every_number_of_fp16_and_its_neighbours_become_the_fp8_of_torch(name: s
     """Ties, and numbers below the smallest normal one; each block has the largest, so that nothing is scaled."""
     codec = CODECS[name]
     x = torch.arange(0, 2**16, 7).to(torch.int16).view(F16).float()
-    x = torch.cat([x, x * (1 + 2**-12), x * (1 - 2**-12), torch.tensor([1.5, 2.5, 3.5]) * 2.0**-9])
+    x = torch.cat([x, x * (1 + 2**-20), x * (1 - 2**-20), torch.tensor([1.5, 2.5, 3.5]) * 2.0**-9])
     x = x[x.abs() <= codec.levels]
     x = torch.nn.functional.pad(x, (0, -len(x) % 63)).view(-1, 63)
     x = torch.nn.functional.pad(x, (0, 1), value=codec.levels).flatten()
