@@ -19,6 +19,7 @@ from fzero import P, Precision, interop, optim, tree
 from fzero.errors import SpecError
 from fzero.ir.program import wire_bytes
 from fzero.kernels.codecs import CODECS, decode, decode_sum, encode
+from fzero.kernels.codecs import EXACT as EXACT_CODING
 
 GRIDS: dict[str, dict[str, int]] = {
     "1": {"dp": 1}, "2": {"dp": 2}, "3": {"dp": 3}, "4": {"dp": 4}, "2x2": {"dp_out": 2, "dp": 2},
@@ -162,6 +163,16 @@ def test_parts_of_leaves_are_coded_as_they_lie() -> None:
         assert (leaf - params_of(alone)[path]).abs().max() <= 0.1 * moved + 1e-6, path
 
 
+def test_leaves_that_are_not_trained_and_leaves_that_are_kept() -> None:
+    policy = Precision(gather="int8", reduce="int8", compute="bf16", keep={"layers/1/**": "fp32"})
+    assert policy.coding("layers/1/w", torch.zeros(2, 2)) == EXACT_CODING
+    assert policy.coding("layers/0/w", torch.zeros(2, 2)).gather == "int8"
+    given = {"precision": Precision(gather="int8", reduce="int8"), "trainable": ("layers/**", "z")}
+    first = trained(GRIDS["2"], zero=0, **given)
+    for zero in (1, 3):
+        assert same(trained(GRIDS["2"], zero=zero, **given), first), zero
+
+
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +184,11 @@ def processes(transfers: str, zero: int) -> dict[str, Tensor]:
     )  # fmt: skip
     state = fzero.init(start(), spec)
     for step in range(2):
+        before = sum(state.sent_bytes.values())
         state = fzero.step(state, rows(state.runtime.rank, step))
+        sent = sum(state.sent_bytes.values()) - before
+        said = sum(wire_bytes(state.program, op) for op in state.program.ops)
+        assert abs(sent - said) <= 0.02 * said, (sent, said)
     paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
     return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if path.startswith("params/")}
 
