@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from fzero.errors import SpecError
 from fzero.field_checks import needs
 from fzero.ir.mesh import PIPELINE
+from fzero.kernels.codecs import CODECS
 from fzero.optim import GradientTransformation
 from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
@@ -269,6 +270,10 @@ def _check_local(spec: Spec) -> None:
         raise SpecError(
             f"Spec(precision={spec.precision!r}): {takes}, and what it keeps of one step for the next would be in the "
             "units of a loss scale that changes. Use precision='bf16', which needs none"
+        )
+    if (codec := spec.numerics.policy.reduce) in CODECS:
+        raise SpecError(
+            f"Precision(reduce={codec!r}): {takes}, in codes of its own, so none travels in this one. Take reduce= out"
         )
     if spec.reduce == "each":
         raise SpecError(f"Spec(reduce='each'): {takes}, once for all microbatches. Leave reduce out")

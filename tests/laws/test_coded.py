@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fzero
 from fzero import P, Precision, interop, optim, tree
-from fzero.errors import SpecError
+from fzero.errors import CaptureError, SpecError
 from fzero.ir.program import wire_bytes
 from fzero.kernels.codecs import CODECS, decode, decode_sum, encode
 from fzero.kernels.codecs import EXACT as EXACT_CODING
@@ -258,8 +258,16 @@ def test_a_lost_element_is_seen_on_all_ranks_and_skipped(lost: float, zero: int)
 
 
 def lower(params: Any = None, **given: Any) -> fzero.Lowered:
-    spec = fzero.Spec(loss=cases.layers_loss, optimizer=optim.sgd(0.1), **given)
+    spec = fzero.Spec(**{"loss": cases.layers_loss, "optimizer": optim.sgd(0.1), **given})
     return fzero.lower(spec, params or start(), rows(0), world_size=4)
+
+
+def own_step(state: Any, batch: Tensor, reduce: bool = True) -> Any:
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (batch @ params["w"]).mean()
+
+    value, grads = fzero.value_and_grad(loss, precision=Precision(reduce="int8"), reduce=reduce)(state, batch)
+    return tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
 
 
 def test_what_codecs_refuse() -> None:
@@ -274,6 +282,17 @@ def test_what_codecs_refuse() -> None:
     wide = tree.map(lambda x: x.double() if x.shape == (36, 36) else x, start())
     with pytest.raises(SpecError, match=r"layers/0/w is float64, and codecs scale in float32.*exact=\('layers/0/w',\)"):
         lower(wide, precision=Precision(reduce="int8"))
+    with pytest.raises(
+        CaptureError, match=r"the codec of gradients lies in the layout of the state.*Spec\(precision=...\)"
+    ):
+        fzero.lower(fzero.Spec(step=own_step), {"w": torch.ones(8, 8)}, rows(0), world_size=2)
+    with pytest.raises(
+        SpecError, match=r"reduce='int8'\): the optimizer takes each rank's own gradients .*Take reduce= out"
+    ):
+        lower(precision=Precision(reduce="int8"), optimizer=optim.onebit_adam(1e-3, 10))
+    local = fzero.Spec(step=lambda s, b: own_step(s, b, reduce=False), precision=Precision(reduce="int8"))
+    with pytest.raises(CaptureError, match=r"stay on their rank.*fzero.coded_mean\(grads, codec='int8'\)"):
+        fzero.lower(local, {"w": torch.ones(8, 8)}, rows(0), world_size=2)
     with pytest.raises(SpecError, match=r"summed over dp_out, along which no rank owns a slice.*zero=1, 2 or 3"):
         lower(precision=Precision(reduce="int8"), mesh={"dp_out": 2, "dp": 2}, zero="hsdp")
 
