@@ -13,13 +13,14 @@ SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECKED := $(addprefix tests/,ir plan lowering passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
-.PHONY: help demo check test lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
+.PHONY: help demo check test docs lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
 
 help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
 	@echo "                 ARGS='--kill-at 120 --check' kills a rank on the way and compares"
 	@echo "make check       the tests of the compiler that start no process, in under a minute"
 	@echo "make test        the test suite, on the CPU"
+	@echo "make docs        the documentation site, in build/docs/index.html: a warning is an error"
 	@echo "make lint        ruff (format, rules), mypy, and import-linter (the order of the folders)"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make acceptance  the long checks, minutes each: hours in all, but a run that was cut goes on (ARGS='--jobs 2')"
@@ -47,6 +48,10 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e ".[examples,bench,hf]"
 	@touch $(VENV)/.demo $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[docs,hf]"
+	@touch $@
+
 demo: $(VENV)/.demo
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
@@ -55,6 +60,9 @@ check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(PYTEST) $(SHARED) --durations=20 --ignore=tests/acceptance $(ARGS)
+
+docs: $(VENV)/.docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

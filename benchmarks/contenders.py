@@ -46,7 +46,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Contender:
-    """`imports` are loaded before the memory that counts as the import's is read."""
+    """`imports` are loaded before the memory that counts as the import's is read. `coded`: what travels is rounded, so
+    its losses may leave the others': how far is reported."""
 
     title: str
     make: Callable[[Setup], Step]
@@ -56,6 +57,7 @@ class Contender:
     compiled: bool = False
     parts: int = 1  # ranks whose batches one process takes
     offloads: bool = False  # holds state off the device: runs where it is asked for
+    coded: bool = False  # runs where it is asked for
 
     def missing(self) -> str | None:
         """The first package that it needs and that is not installed."""
@@ -93,12 +95,15 @@ def alone(setup: Setup, compiled: bool = False) -> Step:
     return _trains(setup, net, _adamw(model.parameters()))
 
 
-def ddp(setup: Setup, zero_redundancy: bool = False) -> Step:
+def ddp(setup: Setup, zero_redundancy: bool = False, hook: str = "") -> Step:
+    """hook: of `torch.distributed.algorithms.ddp_comm_hooks`: "fp16", or "powersgd" of rank 1 from the second step."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
     model = setup.model()
     net = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    if hook:
+        _register(net, hook)
     optimizer: torch.optim.Optimizer
     if zero_redundancy:
         optimizer = ZeroRedundancyOptimizer(
@@ -118,6 +123,16 @@ def ddp(setup: Setup, zero_redundancy: bool = False) -> Step:
         return loss.detach()
 
     return step
+
+
+def _register(net: nn.parallel.DistributedDataParallel, hook: str) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if hook == "fp16":
+        net.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def fsdp2(setup: Setup, reshard: bool, compiled: bool = False, offload: bool = False) -> Step:
@@ -193,8 +208,7 @@ def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tenso
         loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
         optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         zero=zero,
-        precision=setup.dtype,
-        **options,
+        **{"precision": setup.dtype, **options},
     )
     return params, spec
 
@@ -213,6 +227,14 @@ def fzero(setup: Setup, zero: int, **options: Any) -> Step:
         return loss
 
     return step
+
+
+def fzero_coded(setup: Setup, zero: int, gather: str, reduce: str) -> Step:
+    from fzero import Precision
+
+    compute = "bf16" if setup.dtype == "bf16" else None
+    policy = Precision(compute=compute, gather=gather, reduce=reduce, exact=("norm.*",))  # of 1,536 elements
+    return fzero(setup, zero, precision=policy)
 
 
 def on_disk(setup: Setup) -> Step:
@@ -261,6 +283,26 @@ CONTENDERS: dict[str, Contender] = {
         "FSDP2, all on the host, updates there", partial(fsdp2, reshard=True, offload=True), FSDP, offloads=True
     ),
     "fzero3_p2p": Contender("fzero zero=3, over gloo", partial(fzero, zero=3, transfers="p2p"), HOME),
+    **{
+        f"fzero{zero}_{gather}_{reduce}": Contender(
+            f"fzero zero={zero}, gather={gather}, reduce={reduce}",
+            partial(fzero_coded, zero=zero, gather=gather, reduce=reduce),
+            HOME,
+            coded=True,
+        )
+        for zero, gather, reduce in (
+            (2, "int8", "int8"),
+            (2, "int8", "int4"),
+            (2, "int4", "int4"),
+            (3, "int8", "int8"),
+            (3, "int8", "int4"),
+            (3, "int4", "int4"),
+        )
+    },
+    **{
+        f"ddp_{hook}": Contender(f"DDP, {hook} hook", partial(ddp, hook=hook), DDP, coded=True)
+        for hook in ("fp16", "powersgd")
+    },
     "ddp": Contender("DDP", ddp, DDP),
     "ddp_zero": Contender("DDP + ZeroRedundancyOptimizer", partial(ddp, zero_redundancy=True), DDP),
     "fsdp": Contender("FSDP2, resharding", partial(fsdp2, reshard=True), FSDP),

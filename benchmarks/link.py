@@ -1,4 +1,4 @@
-"""The wire between ranks: loopback, or 1 Gbit/s between two.
+"""The wire between ranks: loopback, or 1 Gbit/s or 100 Mbit/s between two.
 
 The slow link is two network namespaces joined by a veth pair, with a token bucket (`tc ... tbf`) on either end. It
 needs root on Linux, and iproute2. What the link really carries is measured before it is used.
@@ -13,12 +13,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-SHAPING = ("rate", "1gbit", "burst", "256kb", "latency", "50ms")
-RATE_BYTES = 64 << 20
+SHAPING = ("burst", "256kb", "latency", "50ms")
+RATE_BYTES = {"1gbit": 64 << 20, "100mbit": 16 << 20}  # sent to measure
 MOST_RANKS = 8  # on loopback
 
 RECEIVE = """
@@ -59,12 +61,12 @@ def loopback() -> Iterator[Link]:
 
 
 @contextlib.contextmanager
-def gigabit() -> Iterator[Link]:
-    """Two namespaces and a 1 Gbit/s link between them, gone at the end. Raises SystemExit with what is missing."""
+def shaped(rate: str) -> Iterator[Link]:
+    """Two namespaces and a link of this rate between them, gone at the end. Raises SystemExit with what is missing."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         lack = f"no {' and no '.join(missing)} (iproute2)" if missing else "not root"
-        raise SystemExit(f"--link 1gbit makes network namespaces, which needs root and iproute2: {lack}")
+        raise SystemExit(f"--link {rate} makes network namespaces, which needs root and iproute2: {lack}")
     names = [f"fzbench{os.getpid()}-{rank}" for rank in range(2)]
     ends = [f"fzb{rank}" for rank in range(2)]
     try:
@@ -75,16 +77,19 @@ def gigabit() -> Iterator[Link]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", end)
             _ip("-n", name, "link", "set", end, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *SHAPING)
+            _run("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", "rate", rate, *SHAPING)
         prefixes = tuple(("ip", "netns", "exec", name) for name in names)
         variables = tuple({"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": end} for end in ends)
-        yield Link("1gbit", prefixes, variables, _measured(prefixes))
+        yield Link(rate, prefixes, variables, _measured(prefixes, RATE_BYTES[rate]))
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-LINKS = {"loopback": loopback, "1gbit": gigabit}
+LINKS: dict[str, Callable[[], AbstractContextManager[Link]]] = {
+    "loopback": loopback,
+    **{rate: partial(shaped, rate) for rate in RATE_BYTES},
+}
 
 
 def _ip(*arguments: str) -> None:
@@ -94,15 +99,15 @@ def _ip(*arguments: str) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"--link 1gbit: `{' '.join(command)}` is not permitted here: {done.stderr.strip()}")
+        raise SystemExit(f"a shaped --link: `{' '.join(command)}` is not permitted here: {done.stderr.strip()}")
 
 
-def _measured(prefixes: Sequence[Sequence[str]]) -> float:
+def _measured(prefixes: Sequence[Sequence[str]], nbytes: int) -> float:
     """Bits a second that one TCP connection carries from rank 1 to rank 0."""
     receive = [*prefixes[0], sys.executable, "-c", RECEIVE, ADDRESSES[0]]
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
         receiver.stdout.readline()
         time.sleep(0.1)
-        subprocess.run([*prefixes[1], sys.executable, "-c", SEND, ADDRESSES[0], str(RATE_BYTES)], check=True)
+        subprocess.run([*prefixes[1], sys.executable, "-c", SEND, ADDRESSES[0], str(nbytes)], check=True)
         return float(receiver.stdout.readline())

@@ -84,8 +84,10 @@ def print_case(console: Console, case: Mapping[str, Any]) -> None:
 def gap_line(losses: Mapping[str, Any]) -> str:
     """How far apart the loss curves are, and how far those are that share no gradients: what the check could see."""
     gaps = losses["gaps"]
-    most = max((far for name, far in gaps.items() if CONTENDERS[name].talks), default=0.0)
+    plain = {name: far for name, far in gaps.items() if CONTENDERS[name].talks and not CONTENDERS[name].coded}
+    most = max(plain.values(), default=0.0)
     seen = f"; without communication {gaps['floor']:.1g}" if "floor" in gaps else ""
+    seen += "".join(f"; {name} {far:.1g}" for name, far in gaps.items() if CONTENDERS[name].coded)
     return f"Losses agree with the reference's to {most:.1g} (allowed {losses['tolerance']:.0g}{seen})"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from fzero._version import __version__
 from fzero.errors import FzeroError, printable
+from fzero.explain import explain_command
 from fzero.interop import commands
 from fzero.interop.config import command as config
 from fzero.log import plot
@@ -71,6 +72,11 @@ COMMANDS: dict[str, Command] = {
         "turn a DeepSpeed ZeRO checkpoint (pickles, read in a child process) into one of fzero",
         commands.deepspeed_arguments,
         commands.import_deepspeed,
+    ),
+    "explain": Command(
+        "explain a program: memory, transfers, passes, the road of a leaf; as text or as a page",
+        explain_command.add_arguments,
+        explain_command.command,
     ),
     "plan": Command("choose what a Spec leaves open", plan_command.add_arguments, plan_command.command),
     "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),

@@ -39,6 +39,7 @@ def value_and_grad(
     key: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
+    reduce: bool = True,
 ) -> Callable[..., Any]:
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
@@ -55,6 +56,11 @@ def value_and_grad(
     (dropout) are made from it. `scale` (a scalar) multiplies the loss before the backward and divides the gradients
     after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
 
+    With `reduce=False` the gradients are this rank's own: over its microbatches and not over the ranks. They differ
+    between ranks, and their mean over these is the gradient that `reduce=True` gives. Reduce what is made of them, as
+    with `fzero.coded_mean`; the analysis of the step names a leaf of the state where that is forgotten. The loss is
+    the mean all the same.
+
     A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero). Outside a
     step it computes the same for one rank and one microbatch.
 
@@ -62,7 +68,7 @@ def value_and_grad(
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
-    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision)
+    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision, reduce)
 
 
 def with_metrics(
@@ -71,6 +77,7 @@ def with_metrics(
     key: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
+    reduce: bool = True,
 ) -> Callable[..., Any]:
     """`value_and_grad` of the loss of a `Spec`, which may return `(loss, {"name": tensor or fzero.Mean})`.
 
@@ -84,12 +91,13 @@ def with_metrics(
     >>> float(value), {name: float(metric) for name, metric in metrics.items()}
     (2.0, {'largest': 3.0, 'positive': 0.5})
     """
-    return _gradient(fn, False, True, 1, None, None, key, scale, precision)
+    return _gradient(fn, False, True, 1, None, None, key, scale, precision, reduce)
 
 
 def _gradient(
     fn: Callable[..., Any], has_aux: bool, metrics: bool, batch_argnum: int, allow_unused: bool | None,
     microbatches: int | None, key: torch.Tensor | None, scale: torch.Tensor | None, precision: str | Precision | None,
+    reduce: bool,
 ) -> Callable[..., Any]:  # fmt: skip
     """`value_and_grad` or `with_metrics`."""
     _check_options(fn, batch_argnum, microbatches, key, scale)
@@ -103,7 +111,7 @@ def _gradient(
         joint = Joint(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux, metrics,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
-            key=key, scale=scale, microbatches=num, enter=_entering(tracing),
+            key=key, scale=scale, microbatches=num, enter=_entering(tracing), reduce=reduce,
         )  # fmt: skip
         _check_params(joint.paths, joint.leaves)
         if joint.precision.loss_scale is not None and scale is None:

@@ -17,11 +17,16 @@ By op: the loss is captured under `torch.autocast`, so its casts are ops of the 
 device. A bucket of matrices whose every use begins with the cast is gathered narrow, as under "bf16".
 
 Gradients may be sent in 16 bits instead (`reduce="bf16"`). They are summed over microbatches in fp32 all the same.
+
+Parameters may be gathered, and gradients reduced, in blocks of 64 with a scale each (`fzero.kernels.codecs`): `gather=`
+is one more format in which leaves are computed, at every ZeRO stage; `reduce=` is what travels alone, for ranks add in
+fp32 what they decode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +36,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.field_checks import choice, needs, path_rules
+from fzero.kernels.codecs import CODECS, EXACT, Coding
 
 DTYPES = {
     "fp32": torch.float32,
@@ -40,6 +46,8 @@ DTYPES = {
 }
 AUTOCAST = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
+_CODECS = tuple(name for name in CODECS if name != "sign")  # signs alone lose too much: they need error feedback
+_TABLE = re.compile(r"emb|tok|pos|vocab|\b(wte|wpe|shared)\b")  # a part of the name of an embedding
 _MOST = 2.0**127  # of a loss scale: fp32 holds it
 
 
@@ -102,8 +110,8 @@ class LossScale:
         }
 
 
-def _dtype(where: str, value: Any, close: str, *, none: bool, others: Mapping[str, torch.dtype] | None = None) -> None:
-    names = {**DTYPES, **(others or {})}
+def _dtype(where: str, value: Any, close: str, *, none: bool, others: Collection[str] = ()) -> None:
+    names = (*DTYPES, *others)
     if not (isinstance(value, str) and value in names) and not (value is None and none):
         short = {dtype: name for name, dtype in DTYPES.items()}
         hint = tree.suggest(value, names) if isinstance(value, str) else ""
@@ -119,7 +127,12 @@ class Precision:
     params: the dtype that the state holds. With "bf16" the update is made in fp32 and rounded stochastically.
     compute: the dtype inside the loss, to which parameters and floating leaves of its other arguments are cast; or
         "autocast" ("autocast_fp16"): nothing is cast but by op, as in torch.autocast to bf16 (fp16).
-    reduce: the dtype in which gradients are sent. None: the held one, and at least fp32.
+    reduce: the dtype in which gradients are sent. None: the held one, and at least fp32. Or a codec, of "int8", "int4",
+        "e4m3" and "e5m2": each rank sends messages, and the sums are in fp32.
+    gather: a codec for parameters: the loss is computed on what they are once they were encoded and decoded, and their
+        messages are gathered. Gradients pass it straight through.
+    exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, and embeddings, which
+        are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte", "wpe" or "shared".
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
     loss_scale: for fp16, in the `loss=` form.
     cast_batch: False leaves the loss's other arguments as they are.
@@ -134,11 +147,13 @@ class Precision:
     keep: Mapping[str, str] = field(default_factory=dict)
     loss_scale: LossScale | None = None
     cast_batch: bool = True
+    gather: str | None = None
+    exact: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         for name in ("params", "compute", "reduce"):
-            others = AUTOCAST if name == "compute" else {}
+            others = AUTOCAST if name == "compute" else _CODECS if name == "reduce" else ()
             _dtype(f"Precision({name}=", getattr(self, name), ")", none=True, others=others)
         if self.params == "fp16":
             raise SpecError(
@@ -155,6 +170,18 @@ class Precision:
                 "leaf keeps nothing. Take keep out; in the loss, torch.autocast(device, enabled=False) around some "
                 f"ops keeps them wide. Or cast by leaf: compute={'bf16' if self.compute == 'autocast' else 'fp16'!r}"
             )
+        if self.gather is not None and self.gather not in _CODECS:
+            raise SpecError(
+                f"Precision(gather={self.gather!r}): needed one of {', '.join(_CODECS)} or None. A dtype in which "
+                "parameters are gathered is compute="
+            )
+        if self.exact is not None:
+            path_rules("exact", self.exact, "**/norm*/**")
+            if self.gather is None and self.reduce not in _CODECS:
+                raise SpecError(
+                    f"Precision(exact={self.exact!r}): no codec is given that would touch a leaf: give gather= or "
+                    f"reduce= one of {', '.join(_CODECS)}"
+                )
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
 
@@ -187,12 +214,42 @@ class Precision:
             return self.autocast if leaf.ndim > 1 else leaf.dtype
         return self.compute_dtype(path, leaf.dtype)
 
+    def coding(self, path: str, leaf: Tensor) -> Coding:
+        """Returns the codecs in which a leaf is gathered and its gradient is reduced, by its path within the parameters
+        and a part of it. Raises SpecError for a leaf that codecs would spoil.
+
+        >>> Precision(gather="int8", reduce="int4").coding("blocks/0/w", torch.zeros(8, 8))
+        Coding(gather='int8', reduce='int4')
+        >>> Precision(gather="int8", reduce="int4").coding("wte", torch.zeros(8, 8))
+        Coding(gather=None, reduce=None)
+        """
+        reduce = self.reduce if self.reduce in _CODECS else None
+        if (self.gather is None and reduce is None) or not leaf.dtype.is_floating_point or self._exact(path, leaf):
+            return EXACT
+        if leaf.dtype is torch.float64:
+            asked = f"gather={self.gather!r}" if self.gather else f"reduce={reduce!r}"
+            raise SpecError(
+                f"Precision({asked}): {path} is float64, and codecs scale in float32. Hold it in float32, or name it "
+                f"in exact=, as exact=({path!r},)"
+            )
+        return Coding(self.gather, reduce)
+
+    def _exact(self, path: str, leaf: Tensor) -> bool:
+        if self.exact is None:
+            return leaf.ndim < 2 or _TABLE.search(path.lower()) is not None
+        return leaf.ndim == 0 or any(tree.matches(rule, path) for rule in self.exact_rules)
+
+    @property
+    def exact_rules(self) -> tuple[str, ...]:
+        """The path rules of `exact`; none where the default holds."""
+        return (self.exact,) if isinstance(self.exact, str) else tuple(self.exact or ())
+
     def _rule(self, path: str) -> str | None:
         return next((name for rule, name in self.keep.items() if tree.matches(rule, path)), None)
 
     def wire_dtype(self, held: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the gradient of a leaf is sent."""
-        return DTYPES[self.reduce] if self.reduce else torch.float32 if held in LOW else held
+        return DTYPES.get(self.reduce or "", torch.float32 if held in LOW else held)
 
     def sum_dtype(self, held: torch.dtype) -> torch.dtype:
         """Returns the dtype in which its gradients are summed over microbatches."""

@@ -29,6 +29,7 @@ from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import defined_at, describe
 from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
+from fzero.ir.code_ops import coded
 from fzero.precision import LOW, Precision
 
 log = logging.getLogger("fzero")
@@ -90,6 +91,7 @@ class Joint:
     key: Tensor | None = None
     scale: Tensor | None = None
     microbatches: int = 1
+    reduce: bool = True  # over the ranks; else each has its own gradients
     enter: Callable[[str], None] = lambda phase: None  # called where a phase of the trace begins
     marks: Marks = field(default_factory=Marks)
 
@@ -174,7 +176,9 @@ class Joint:
         feed = iter(xs[len(self.leaves) :])
         own = []
         for path, x in zip(self.paths, xs, strict=False):
-            x = x.detach().to(self.precision.compute_dtype(path, x.dtype))
+            codec, held = self.precision.coding(path, x).gather, x.detach()
+            held = held if codec is None else coded(held, codec)
+            x = held.to(self.precision.compute_dtype(path, x.dtype))
             own.append(x.requires_grad_() if leaf else x)
         full = [next(feed) if t else leaf for t, leaf in zip(self.is_tensor, self.arg_leaves, strict=True)]
         if self.precision.cast_batch:
@@ -201,7 +205,8 @@ class Joint:
 
     def _grad_dtype(self, held: torch.dtype) -> torch.dtype:
         """A region's gradients come in the dtype they are summed in; where nothing is summed, as they travel."""
-        return self.precision.sum_dtype(held) if self.microbatches > 1 else self.precision.wire_dtype(held)
+        summed = self.microbatches > 1 or not self.reduce
+        return self.precision.sum_dtype(held) if summed else self.precision.wire_dtype(held)
 
     def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """(loss or total, count or None, aux leaves) of the function's result. Raises CaptureError for a wrong one."""

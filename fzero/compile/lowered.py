@@ -14,6 +14,7 @@ from fzero.compile import judged
 from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import FzeroError
+from fzero.html_table import html_facts
 from fzero.ir import fx_nodes
 from fzero.ir.decisions import Decisions
 from fzero.ir.mesh import PIPELINE
@@ -39,6 +40,7 @@ class Lowered:
     asked: Options = field(repr=False)  # what the passes read of the spec; see `options`
     schedule: Schedule | None = None  # the order of work of a pipeline
     sharding: Sharding | None = None  # with an axis that cuts dims, as `tp`: leaves, transfers and reasons; print it
+    phase: str = ""  # of a run with phases (`fzero.Phases`), which one it is
 
     @property
     def program(self) -> Program:
@@ -75,6 +77,14 @@ class Lowered:
         """The program of a rank."""
         return self.programs[self.plan.mesh.role(rank)]
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the memory of the fullest role, and what was decided."""
+        memory = self.memory
+        bytes_of = {f"{kind}, bytes": size for kind, size in memory.items() if size}
+        ops = ", ".join(f"{len(program.ops):,}" for program in self.programs.values())
+        facts = {"mesh": str(self.plan.mesh), "ops, by role": ops, "peak, bytes per rank": memory.peak, **bytes_of}
+        return html_facts("a step, lowered", facts) + html_facts("what was chosen, and why", self.choices)
+
     def timeline(self) -> str:
         """A drawing (SVG) of who does what when in the pipeline's schedule, for equal times of forward, input and
         weight halves. Raises FzeroError without a pipeline."""
@@ -93,10 +103,13 @@ class Lowered:
             raise KeyError(f"there is no pass {name!r}: the passes are {', '.join(names)}")
         if role not in self.programs:
             raise KeyError(f"there is no role {role!r}: the roles are {', '.join(map(str, self.programs))}")
-        return next(program for done, program in self._trail(role) if done == name)
+        return next(program for done, program in self.trail(role) if done == name)
 
-    def _trail(self, role: int) -> Iterator[tuple[str, Program]]:
-        """(pass, the program after it), all of them again, of a role from where a pipeline is cut on."""
+    def trail(self, role: int = 0) -> Iterator[tuple[str, Program]]:
+        """(pass, the program after it), in their order, first "lower", the program before all. The passes run again.
+
+        role: in a pipeline, of which role from "by_role" on.
+        """
         program, options = self.naive, self.options[role]
         yield "lower", program
         first = replace(options, chunk_of={} if self.schedule is None else self.plan.chunk_of())

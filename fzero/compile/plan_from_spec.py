@@ -60,6 +60,7 @@ def plan_for(
         params=params,
         per_rank=per_rank,
         compute=spec.numerics.policy.gathered_dtype,
+        coding=spec.numerics.policy.coding,
         shard=parallel.shard or {},
         home=partial(memory.space_of, params=params),
     )

@@ -36,9 +36,13 @@ def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTi
     """
     if not 0 <= rank < lowered.plan.mesh.world_size:
         raise SpecError(f"simulate: rank {rank} of a world of {lowered.plan.mesh.world_size}")
+    return roles_time(lowered.programs, priced(lowered, rates))[lowered.plan.mesh.role(rank)]
+
+
+def priced(lowered: Lowered, rates: Rates | Hardware) -> Rates:
+    """The rates of a step's mesh. Raises SpecError where a lane of the disk has none, or a kind of transfer."""
     rates = rates.rates(lowered.plan.mesh) if isinstance(rates, Hardware) else rates
-    program = lowered.on(rank)
-    moved = lane_bytes(program)
+    moved = {name: size for program in lowered.programs.values() for name, size in lane_bytes(program).items()}
     if unknown := [name for name in moved if DISK in name and name not in rates.lanes]:
         raise SpecError(
             f"simulate: the step moves {moved[unknown[0]]:,} bytes on {unknown[0]}, a lane without a rate. Needed in "
@@ -53,4 +57,4 @@ def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTi
             "rates.latency (seconds) and rates.wire_bytes (bytes a second): "
             f"dataclasses.replace(rates, latency={{{lacking[0]!r}: 1e-5}}, wire_bytes={{{lacking[0]!r}: 4e11}})"
         )
-    return roles_time(lowered.programs, rates)[lowered.plan.mesh.role(rank)]
+    return rates

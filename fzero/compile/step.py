@@ -19,10 +19,11 @@ from fzero.codegen import matmul
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
-from fzero.compile.judged import local_step, naive
+from fzero.compile.judged import local_step, naive, spelled
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
+from fzero.cost.coding import sentence
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
@@ -61,9 +62,8 @@ def lower_step(
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
         ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
-        check_rules(
-            "Precision(keep=...)", step.precision.keep, ends
-        )  # rules match the path within an argument of a loss
+        check_rules("Precision(keep=...)", step.precision.keep, ends)  # rules match within an argument of a loss
+        check_rules("Precision(exact=...)", step.precision.exact_rules, ends)
     return lowered
 
 
@@ -95,6 +95,7 @@ def _lower(
     )
     wanted = asked.wanted
     local, sharding = local_step(graph, plan, wanted.sequence)
+    local = spelled(local)
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
@@ -121,6 +122,8 @@ def _lower(
         if choice.how == CHOSEN:
             choices[name] = choice.reason
     choices |= _notes(programs, wanted)
+    if said := sentence(programs, step.precision, asked.rates):
+        choices["codec"] = said
     return Lowered(graph, plan, programs, choices, roles[0].records, decisions, options, schedule, sharding)
 
 

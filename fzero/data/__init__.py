@@ -1,8 +1,10 @@
-"""data: batches as a function of a position; batches of few lengths."""
+"""data: batches as a function of a position; batches of few lengths; batches of any data set."""
 
 from fzero.data.lengths import ByLength as ByLength
 from fzero.data.lengths import by_length as by_length
 from fzero.data.lengths import pad_to as pad_to
+from fzero.data.rows import Rows as Rows
+from fzero.data.rows import batches as batches
 from fzero.data.tokens import DTYPES as DTYPES
 from fzero.data.tokens import ORDERS as ORDERS
 from fzero.data.tokens import Batch as Batch

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from fzero import tree
-from fzero.data.tokens import _here, _mixed, _part, _positive, permute
+from fzero.data.tokens import _mixed, _part, _positive, permute, place
 from fzero.errors import DataError
-from fzero.ir.mesh import Mesh
 
 To = int | Sequence[int]  # a multiple, or the lengths that there are
 Values = float | Mapping[str, float]  # one for all leaves, or path rules
@@ -96,11 +95,7 @@ def by_length(
     >>> sorted(tuple(next(batches)["x"].shape) for _ in range(4)), batches.position
     ([(2, 4), (2, 4), (2, 12), (2, 12)], 8)
     """
-    here = _here()
-    rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
-    if mesh is not None:
-        grid = Mesh.of(mesh, world_size)
-        rank, world_size = grid.data_rank(rank), grid.data_ranks
+    rank, world_size = place(rank, world_size, mesh)
     _check_to("by_length", to)
     _part(batch_size, rank, world_size)
     if type(seed) is not int or not 0 <= seed < 1 << 64:

@@ -103,12 +103,7 @@ class Tokens:
         if self.order == "random":
             drawn = _mix(positions + _number(_mixed(self.seed)))
             return (drawn % _number(len(self.array) - self.sequence)).astype(np.int64)
-        epochs, index = np.divmod(positions, _number(self.samples))
-        if self.order == "shuffled":
-            for epoch in np.unique(epochs):
-                in_epoch = epochs == epoch
-                index[in_epoch] = permute(index[in_epoch], self.samples, _mixed(self.seed ^ _mixed(int(epoch))))
-        return index.astype(np.int64) * self.sequence
+        return samples_at(position, size, self.samples, self.order, self.seed) * self.sequence
 
     def batch(self, position: int, *, size: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Returns `x` and `y`, int64 of shape (size / world_size, sequence): the rank's part of `size` samples at
@@ -147,11 +142,7 @@ class Tokens:
         >>> [tokens.batches(6, rank=rank, world_size=4, mesh={"pp": 2, "dp": 2}).rank for rank in range(4)]
         [0, 1, 0, 1]
         """
-        here = _here()
-        rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
-        if mesh is not None:
-            grid = Mesh.of(mesh, world_size)
-            rank, world_size = grid.data_rank(rank), grid.data_ranks
+        rank, world_size = place(rank, world_size, mesh)
         _part(size, rank, world_size)
         if type(position) is not int or position < 0:
             raise DataError(f"position={position!r}: needed the number of samples so far, an int of at least 0")
@@ -172,6 +163,31 @@ class Batches(Iterator[Batch]):
         batch = self.tokens.batch(self.position, size=self.size, rank=self.rank, world_size=self.world_size)
         self.position += self.size
         return batch
+
+
+def samples_at(position: int, size: int, samples: int, order: str, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The samples at `position` .. `position + size` of endless epochs of `samples` each: int64 of shape (size,).
+
+    order: "shuffled", each epoch in an order of its own, or "sequential".
+    """
+    positions = np.arange(position, position + size, dtype=np.uint64)
+    epochs, index = np.divmod(positions, _number(samples))
+    if order == "shuffled":
+        for epoch in np.unique(epochs):
+            in_epoch = epochs == epoch
+            index[in_epoch] = permute(index[in_epoch], samples, _mixed(seed ^ _mixed(int(epoch))))
+    return index.astype(np.int64)
+
+
+def place(rank: int | None, world_size: int | None, mesh: Mapping[str, int] | None) -> tuple[int, int]:
+    """(rank, ranks) that rows are divided by: those of the process group or torchrun, or those given; with a mesh its
+    data ranks."""
+    here = _here()
+    rank, world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
+    if mesh is None:
+        return rank, world_size
+    grid = Mesh.of(mesh, world_size)
+    return grid.data_rank(rank), grid.data_ranks
 
 
 def permute(index: np.ndarray[Any, np.dtype[np.uint64]], n: int, key: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -55,9 +55,11 @@ class Collective:
 
     @property
     def term(self) -> str:
-        """What `fzero.verify` takes a transfer of a bucket for: own slices are "gathered", or values "reduced". "":
-        it has no meaning on a bucket, and is a term of its own on a value."""
-        return "reduced" if self.combines else "gathered" if (self.source, self.target) == ("slice", "whole") else ""
+        """What `fzero.verify` takes a transfer of a bucket for: own slices are "gathered", values "reduced", or the own
+        slices of all ranks "exchanged". "": it has no meaning on a bucket, and is a term of its own on a value."""
+        if self.combines:
+            return "reduced"
+        return {("slice", "whole"): "gathered", ("whole", "whole"): "exchanged"}.get((self.source, self.target), "")
 
     def senders(self, numel: int, rank: int, world: int) -> list[int]:
         """The ranks that send to a rank, itself included, from sources of so many elements."""

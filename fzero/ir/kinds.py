@@ -12,7 +12,8 @@ verification, the interpreter, the executor, the cost model, the profile and the
 | `reduce_scatter` | whole bucket -> own slice | the sum over ranks, of the own slice |
 | `all_reduce` | whole bucket -> whole bucket | the sum over ranks: a reduce-scatter, then an all-gather |
 | `all_reduce_small` | any -> the same shape | the same for a value with no equal slices: every rank sends all of it |
-| `all_to_all` | any -> the same size | equal parts, one for each rank; every rank gets each rank's part for it |
+| `all_to_all` | any -> the same size | equal parts, one for each rank; every rank gets each rank's part for it (of a
+bucket the own slice of each, `Buffer.parts`) |
 | `send`, `recv` | one -> nothing; nothing -> one | a message between two ranks |
 | `move` | any -> the same in another space | brings a value from device, host or disk to another of them |
 | `wait` | the target of a transfer | returns when the transfer has arrived |
@@ -70,6 +71,11 @@ class OpKind:
         return self.collective is not None and self.collective.term == "gathered"
 
     @property
+    def exchanges(self) -> bool:
+        """Whether it brings the own slices of all ranks' values together."""
+        return self.collective is not None and self.collective.term == "exchanged"
+
+    @property
     def reduces(self) -> bool:
         """Whether it adds over ranks, or takes the largest."""
         return self.collective is not None and self.collective.combines
@@ -123,7 +129,7 @@ OPS: dict[str, OpKind] = {
         _collective(
             "all_reduce_small", Collective("value", "value", everything, rate="reduce_scatter", combines=True)
         ),
-        _collective("all_to_all", Collective("whole", "whole", own_part, rate="all_gather")),  # none of its own yet
+        _collective("all_to_all", Collective("whole", "whole", own_part, rate="all_gather")),  # no rate of its own yet
         OpKind("send", (1, 1), (0, 0), transfers=True),
         OpKind("recv", (0, 0), (1, 1), transfers=True),
         OpKind("move", (1, 1), (1, 1), transfers=True, moves=True, copies=True),

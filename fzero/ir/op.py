@@ -82,6 +82,11 @@ class Op:
         return self.row.gathers
 
     @property
+    def exchanges(self) -> bool:
+        """Whether its target becomes the own slices of all ranks' values."""
+        return self.row.exchanges
+
+    @property
     def reduces(self) -> bool:
         """Whether it adds over ranks, or takes the largest."""
         return self.row.reduces

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from torch import fx
 
-Ratios = tuple[tuple[int, ...], tuple[int, ...]]  # per operand, per result: elements of the leaf for one of its own
+from fzero.ir.records import Per
+
+Ratios = tuple[tuple[Per, ...], tuple[Per, ...]]  # per operand, per result: elements of the leaf for one of its own
 Formula = Callable[[fx.Node], int]
 
 
@@ -29,7 +31,7 @@ class OpInfo:
     view: the result shares its operand's memory, though the schema does not say so. rename: it *is* the operand.
     in_place: (its pure form, for each result of the pure form the argument that it goes to).
     blockwise: its ratios: a block of the results depends on the same block of the operands alone, so the op runs on
-        slices, as an elementwise op does.
+        slices, as an elementwise op does. of_ranks: its operand has a row of blocks for each of several ranks.
     flat_form: of an op that needs all of a leaf, the op that takes the leaf's elements in 1-D, then the leaf's shape.
         Of no elements the flat form makes none. whole_form: the other way round.
     of_shape: the op that makes the same value from a shape, where this one reads the shape of an operand.
@@ -73,6 +75,7 @@ class OpInfo:
     rename: bool = False
     in_place: tuple[Any, tuple[int, ...]] | None = None
     blockwise: Ratios | None = None
+    of_ranks: bool = False
     flat_form: Any = None
     whole_form: Any = None
     of_shape: str = ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import HEADER, TRANSPORTS, Level, Program
-from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Ref, Slot, SlotKey
+from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Per, Ref, Slot, SlotKey
 
 
 def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
@@ -89,18 +90,36 @@ def _parse_buffer(words: list[str], note: str) -> Buffer:
     if match is None:
         raise ValueError(f"{form!r} is no dtype[shape]")
     options = dict(word.split("=") for word in extra if word != "per_rank")
-    if unknown := options.keys() - {"bucket", "sharded", "at", "per", "space", "tile", "entry", "axis", "lent"}:
+    if unknown := options.keys() - {
+        "bucket",
+        "sharded",
+        "at",
+        "per",
+        "space",
+        "tile",
+        "entry",
+        "axis",
+        "lent",
+        "parts",
+    }:
         raise ValueError(f"a buffer has no {min(unknown)!r}")
     shape = _shape(match[2])
     offset = int(options["at"]) if "at" in options else None
-    block_size = int(options.get("per", 1))
+    block_size = _per(options.get("per", "1"))
     bucket, sharded = options.get("bucket"), options.get("sharded")
     per_rank, space = "per_rank" in extra, options.get("space", DEVICE)
     tile = _tile(options["tile"]) if "tile" in options else None
     return Buffer(
         name, DTYPES[match[1]], shape, kind, bucket, sharded, offset, note, block_size, per_rank, space, tile,
-        _unquoted(options.get("entry", "%")), options.get("axis"), options.get("lent"),
+        _unquoted(options.get("entry", "%")), options.get("axis"), options.get("lent"), int(options.get("parts", 1)),
     )  # fmt: skip
+
+
+def _per(text: str) -> Per:
+    if re.fullmatch(r"\d+/[1-9]\d*", text) is None:
+        return int(text)
+    ratio = Fraction(text)
+    return ratio.numerator if ratio.denominator == 1 else ratio
 
 
 def _parse_op(words: list[str], comment: str) -> Op:

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fzero import backend
+from fzero.html_table import html_table
 from fzero.ir.liveness import live_bytes
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op
@@ -184,10 +185,21 @@ class Program:
     def extent(self, buffer: Buffer) -> int:
         """The elements a whole reference spans, in the coordinates references use: the bucket's for a shard."""
         sharded = (buffer.sharded or buffer.tile) and buffer.bucket is not None
-        return self.buckets[buffer.bucket or ""].length if sharded else buffer.numel * buffer.per
+        return self.buckets[buffer.bucket or ""].length if sharded else int(buffer.numel * buffer.per) // buffer.parts
 
     def __str__(self) -> str:
         return to_text(self, live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the ops as a table."""
+        levels = live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE)
+        rows = [
+            (n, op_text(op).split("  ")[0], bytes_text(self, op), live, op.why)
+            for n, (op, live) in enumerate(zip(self.ops, levels, strict=True))
+        ]
+        role = "" if self.role is None else f", role {self.role}"
+        title = f"program {self.digest} on {self.mesh}{role}: {len(self.ops):,} ops"
+        return html_table(title, ["op", "reads -> writes", "sent or moved", "live bytes", "why"], rows)
 
 
 def to_text(program: Program, live: Iterable[int]) -> str:
@@ -213,7 +225,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
     for b in program.buffers.values():
         extra = f" bucket={b.bucket}" if b.bucket else ""
         extra += (f" sharded={b.sharded}" if b.sharded else "") + (" per_rank" if b.per_rank else "")
-        extra += f" per={b.per}" if b.per != 1 else ""
+        extra += (f" per={b.per}" if b.per != 1 else "") + (f" parts={b.parts}" if b.parts != 1 else "")
         extra += f" at={b.at}" if b.at is not None else ""
         extra += f" space={b.space}" if b.space != DEVICE else ""
         extra += f" tile={tile_text(b.tile)}" if b.tile is not None else ""
@@ -298,10 +310,10 @@ def named_bytes(program: Program, ref: Ref) -> int:
         return ((ref.stop or 0) - ref.start) * buffer.dtype.itemsize
     bucket = program.buckets.get(buffer.bucket)
     axes = [axis for axis in (bucket.axis, buffer.sharded) if axis is not None] if bucket is not None else []
-    if bucket is None or buffer.per < 1 or any(axis not in program.mesh for axis in axes):
+    if bucket is None or buffer.per <= 0 or any(axis not in program.mesh for axis in axes):
         return 0
     start, stop = program.local_range(ref, 0)
-    return max(stop - start, 0) * buffer.dtype.itemsize
+    return max(stop - start, 0) * buffer.parts * buffer.dtype.itemsize
 
 
 def lane_bytes(program: Program) -> dict[str, int]:

@@ -2,7 +2,8 @@
 
 A **bucket** is one contiguous 1-D stretch of elements that holds leaves on 64-element boundaries (`Slot`). A **buffer**
 is memory: of a bucket's geometry (whole, or a `shard`: the 1/N that this rank owns) or of any shape. A buffer with
-`per=64` has one element for each block of 64 of the bucket's (the scales of quantised moments). An op names what it
+`per=64` has one element for each block of 64 of the bucket's (the scales of quantised moments), one with `per=16/17`
+68 (their codes and scales as bytes). With `parts=4` it is four such stretches, one of each rank. An op names what it
 reads and writes by **`Ref`**: a buffer, or elements [start, stop) of it in the *bucket's* coordinates seen as some
 shape. `mine` cuts that range with the rank's own slice, so one text serves every rank. `tile=(i, size)` cuts it once
 more, with the i-th stretch of so many elements of what the rank has.
@@ -17,12 +18,15 @@ import math
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
 ALIGN = 64  # elements; under every stage, so that elementwise kernels give equal bits however a bucket is cut
+
+Per = int | Fraction  # elements of a bucket for each of a buffer's own
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -106,16 +110,16 @@ class Bucket:
         """Where the padding after slot `index` ends: the next slot's start, or the bucket's length."""
         return self.slots[index + 1].start if index + 1 < len(self.slots) else self.length
 
-    def place(self, index: int, block_size: int = 1) -> tuple[int, int, tuple[int, ...]]:
+    def place(self, index: int, block_size: Per = 1) -> tuple[int, int, tuple[int, ...]]:
         """(start, stop, shape) of slot `index` in a buffer with one element for each `block_size` of the bucket's:
-        whole blocks, counted in 1-D."""
+        whole blocks of ALIGN, counted in 1-D."""
         slot = self.slots[index]
         if block_size == 1:
             return slot.start, slot.stop, slot.shape
-        blocks = -(-(slot.stop - slot.start) // block_size)
-        return slot.start, slot.start + blocks * block_size, (blocks,)
+        size = -(-(slot.stop - slot.start) // ALIGN) * ALIGN
+        return slot.start, slot.start + size, (int(size / block_size),)
 
-    def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], block_size: int = 1) -> int | None:
+    def find(self, place: tuple[int | None, int | None, tuple[int, ...] | None], block_size: Per = 1) -> int | None:
         """The slot at exactly this place, or None."""
         for i in range(self._first(place[0] or 0), len(self.slots)):
             if self.slots[i].start != place[0]:
@@ -124,7 +128,7 @@ class Bucket:
                 return i
         return None
 
-    def inside(self, start: int, stop: int, block_size: int = 1) -> list[int]:
+    def inside(self, start: int, stop: int, block_size: Per = 1) -> list[int]:
         """The slots that lie wholly in elements [start, stop), in a buffer with one element for each `block_size` of
         the bucket's."""
         first = self._first(start)
@@ -147,7 +151,8 @@ class Buffer:
     shape: this rank's. kind: one of `KINDS`. bucket: the bucket whose geometry it has, if any.
     sharded: the axis along which it is the own slice of the bucket; None for all of it.
     at: its place in the step's arena, in bytes; None: memory of its own, from the allocator.
-    per: elements of the bucket for each of its own. per_rank: every rank keeps a leaf of its own.
+    per: elements of the bucket for each of its own. parts: how many such stretches it is, those of as many ranks, in
+    their order. per_rank: every rank keeps a leaf of its own.
     space: "device", "host" or "disk". There `at` is a byte of the rank's file, and what is held has one too.
     tile: (i, size) where it is only the i-th stretch of so many elements of what the rank has; the last may be shorter.
     entry: of a column of the state, and of its copies in a step, the entry of the state that has its leaves.
@@ -163,13 +168,14 @@ class Buffer:
     sharded: str | None = None
     at: int | None = None
     note: str = ""
-    per: int = 1
+    per: Per = 1
     per_rank: bool = False
     space: str = DEVICE
     tile: tuple[int, int] | None = None
     entry: str = ""
     axis: str | None = None
     lent: str | None = None
+    parts: int = 1
 
     @property
     def numel(self) -> int:

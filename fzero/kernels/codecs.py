@@ -1,8 +1,9 @@
 """Block codecs of what travels between ranks: a tensor as one message of bytes, and back. In aten, for every device.
 
-Rows of n elements (the last dim; what is before it is kept) are cut into blocks of 64, each with an fp32 scale. A
-row's message is its codes, then its scales. The last block of a row may be short: it is coded with zeros behind it,
-which do not count in its scale. So a caller that codes leaf by leaf never mixes two leaves in a block.
+Rows of n elements (the last dim; what is before it is kept) are cut into blocks of 64. A block's message is its codes,
+then its fp32 scale; messages of blocks lie behind one another, so a stretch of blocks is a stretch of bytes. The last
+block of a row may be short: it is coded with zeros behind it, which do not count in its scale. So a caller that codes
+leaf by leaf never mixes two leaves in a block.
 
 | codec | code of x | scale of a block | bytes an element |
 |---|---|---|---|
@@ -10,14 +11,18 @@ which do not count in its scale. So a caller that codes leaf by leaf never mixes
 | e4m3, e5m2 | x * (L / max) in that format, L = 448 or 57,344 | max / L | 1.0625 |
 | sign | 1 if x >= 0, bit j of byte i is element 8i + j | root of the mean square | 0.1875 |
 
-max is the largest magnitude. A block of zeros has scale 0, and so has one whose L / max is infinite in fp32. If an
+max is the largest magnitude. A block of zeros has scale 0; where L / max is infinite in fp32 the codes are 0. If an
 element is not finite, neither is any element of its decoded block: a lost element must show. (A sign block shows this
 too where a square overflows, from magnitudes of about 2e18 on.) Squares are added in one fixed tree of elementwise
 additions, so a block's bits do not depend on where a bucket, a leaf or a rank was cut.
+
+Cost: some `CHUNK` elements at a time, so that what lies between the passes stays in the cache of a CPU.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +31,10 @@ from torch.nn.functional import pad
 
 BLOCK = 64
 SCALE_BYTES = 4
+CHUNK = 1 << 17  # elements
+_ENCODING = {8: 4.25, 4: 8.25, 1: 6.0}  # by the bits of a code, bytes that an element of a chunk needs between passes
+_DECODING = {8: 0.0, 4: 4.0, 1: 4.5}
+_PACK = 0x0102040810204080  # times eight bytes of 0 or 1: the highest byte has them as bits, the first lowest
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,11 @@ class BlockCodec:
     bits: int
     levels: float
     dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's message."""
+        return BLOCK * self.bits // 8 + SCALE_BYTES
 
 
 CODECS = {
@@ -48,6 +62,17 @@ CODECS = {
         BlockCodec("sign", 1, 0.0, torch.uint8),
     )
 }
+
+
+@dataclass(frozen=True)
+class Coding:
+    """The codecs, by name, in which a leaf is gathered and its gradients are reduced; None: as they are."""
+
+    gather: str | None = None
+    reduce: str | None = None
+
+
+EXACT = Coding()
 
 
 def codec_named(name: str) -> BlockCodec:
@@ -67,11 +92,14 @@ def message_bytes(size: int, codec: BlockCodec) -> int:
     >>> message_bytes(128, CODECS["int8"]), message_bytes(65, CODECS["sign"])
     (136, 24)
     """
-    return -(-size // BLOCK) * (BLOCK * codec.bits // 8 + SCALE_BYTES)
+    return -(-size // BLOCK) * codec.block_bytes
 
 
-def encode(x: Tensor, codec: BlockCodec) -> Tensor:
-    """The messages (uint8) of the rows of a floating tensor; fp64 is refused, for scales are fp32.
+def encode(x: Tensor, codec: BlockCodec, counts: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """The messages (uint8) of the rows of a floating tensor; fp64 is refused, for scales are fp32. out: where they go.
+
+    counts: (rows, blocks), how many elements of each block count in its scale, the others being zeros; None: all but
+    those behind the end of a row.
 
     >>> encode(torch.tensor([1.0, -1.0]), CODECS["sign"])[:2]
     tensor([253, 255], dtype=torch.uint8)
@@ -81,11 +109,19 @@ def encode(x: Tensor, codec: BlockCodec) -> Tensor:
             f"encode: x is {x.dtype} of {x.dim()} dims, but codecs take rows of float32, bfloat16 or float16; "
             "keep such a leaf exact"
         )
-    size = x.shape[-1]
-    rows = pad(x.to(torch.float32), (0, -size % BLOCK))
-    rows = rows.view(*x.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
-    codes, scales = _signs(rows, size) if codec.bits == 1 else _scaled(rows, codec)
-    return torch.cat([codes.flatten(-2), scales.contiguous().view(torch.uint8)], -1)
+    size, tail = x.shape[-1], x.shape[-1] % BLOCK
+    if out is None:
+        out = torch.empty((*x.shape[:-1], message_bytes(size, codec)), dtype=torch.uint8, device=x.device)
+    blocks = out.unflatten(-1, (-1, codec.block_bytes))
+    if whole := size // BLOCK:
+        rows = x[..., : size - tail].unflatten(-1, (whole, BLOCK))
+        for part in _parts(rows.shape):
+            count = BLOCK if counts is None else counts[..., part, None]
+            _encode_blocks(rows[..., part, :].to(torch.float32), blocks[..., part, :], codec, count)
+    if tail:
+        last = pad(x[..., size - tail :].to(torch.float32), (0, BLOCK - tail)).unsqueeze(-2)
+        _encode_blocks(last, blocks[..., whole:, :], codec, tail if counts is None else counts[..., whole:, None])
+    return out
 
 
 def decode(message: Tensor, size: int, codec: BlockCodec) -> Tensor:
@@ -99,19 +135,23 @@ def decode(message: Tensor, size: int, codec: BlockCodec) -> Tensor:
             f"decode: a message is {message.shape[-1]} of {message.dtype}, but {size} elements in {codec.name} "
             f"are {message_bytes(size, codec)} bytes (uint8)"
         )
-    blocks = -(-size // BLOCK)
-    codes, scales = message.split([message.shape[-1] - blocks * SCALE_BYTES, blocks * SCALE_BYTES], -1)
-    each = scales.contiguous().view(torch.float32)[..., None]
-    rows = codes.contiguous().view(*message.shape[:-1], blocks, BLOCK * codec.bits // 8)
-    if codec.bits == 1:
-        shifts = torch.arange(8, dtype=torch.uint8, device=message.device)
-        values = torch.where((rows[..., None] >> shifts & 1).flatten(-2) == 1, each, -each)
-    elif codec.bits == 4:
-        halves = torch.stack([rows & 15, rows >> 4], -1).flatten(-2).to(torch.int8)
-        values = ((halves ^ 8) - 8).to(torch.float32) * each
-    else:
-        values = rows.view(codec.dtype).to(torch.float32) * each
-    return values.flatten(-2)[..., :size]
+    return decode_blocks(message, codec)[..., :size]
+
+
+def decode_blocks(message: Tensor, codec: BlockCodec, out: Tensor | None = None) -> Tensor:
+    """Messages of whole blocks as float32 rows, what is behind the end of a short block included. out: where they go.
+
+    >>> decode_blocks(encode(torch.ones(3), CODECS["int8"]), CODECS["int8"]).shape
+    torch.Size([64])
+    """
+    blocks = message.unflatten(-1, (-1, codec.block_bytes))
+    if out is None:
+        shape = (*message.shape[:-1], blocks.shape[-2] * BLOCK)
+        out = torch.empty(shape, dtype=torch.float32, device=message.device)
+    rows = out.unflatten(-1, (-1, BLOCK))
+    for part in _parts(rows.shape):
+        _decode_blocks(blocks[..., part, :], rows[..., part, :], codec)
+    return out
 
 
 def decode_mean(messages: Tensor, size: int, codec: BlockCodec) -> Tensor:
@@ -121,34 +161,102 @@ def decode_mean(messages: Tensor, size: int, codec: BlockCodec) -> Tensor:
     >>> decode_mean(both, 2, CODECS["int4"])
     tensor([ 7.0000, -1.5000])
     """
-    total = decode(messages[0], size, codec)
-    for message in messages[1:]:
-        total = total + decode(message, size, codec)
-    return total / len(messages)
+    return decode_sum(messages, len(messages), codec)[..., :size]
 
 
-def _scaled(rows: Tensor, codec: BlockCodec) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) and scales of blocks, by their largest magnitude."""
-    most = rows.abs().amax(-1)
+def decode_sum(messages: Tensor, divisor: int, codec: BlockCodec, out: Tensor | None = None) -> Tensor:
+    """The sum over ranks of one message a rank (dim 0), of whole blocks: added in the order of ranks in float32,
+    divided once. out: where it goes.
+
+    >>> decode_sum(encode(torch.ones(2, 64), CODECS["int8"]), 1, CODECS["int8"])[:2]
+    tensor([2., 2.])
+    """
+    blocks = messages.unflatten(-1, (-1, codec.block_bytes))
+    if out is None:
+        shape = (*messages.shape[1:-1], blocks.shape[-2] * BLOCK)
+        out = torch.empty(shape, dtype=torch.float32, device=messages.device)
+    rows = out.unflatten(-1, (-1, BLOCK))
+    room = None
+    for part in _parts(rows.shape):
+        total = rows[..., part, :]
+        _decode_blocks(blocks[0][..., part, :], total, codec)
+        room = torch.empty_like(total, memory_format=torch.contiguous_format) if room is None else room
+        other = room[..., : total.shape[-2], :]
+        for message in blocks[1:]:
+            _decode_blocks(message[..., part, :], other, codec)
+            total += other
+        if divisor != 1:
+            total /= divisor
+    return out
+
+
+def encode_scratch(size: int, codec: BlockCodec, dtype: torch.dtype) -> int:
+    """Bytes that `encode` holds between its passes over rows of so many elements in all.
+
+    >>> encode_scratch(1024, CODECS["int8"], torch.float32)
+    4352
+    """
+    return round(min(size, CHUNK) * (_ENCODING[codec.bits] + (0 if dtype is torch.float32 else 4)))
+
+
+def decode_scratch(size: int, codec: BlockCodec, ranks: int = 1) -> int:
+    """Bytes that `decode_blocks`, or for several ranks `decode_sum`, holds between its passes.
+
+    >>> decode_scratch(1024, CODECS["int8"]), decode_scratch(1024, CODECS["int8"], ranks=2)
+    (0, 4096)
+    """
+    return round(min(size, CHUNK) * (_DECODING[codec.bits] + (4 if ranks > 1 else 0)))
+
+
+def _parts(shape: torch.Size) -> Iterator[slice]:
+    """Stretches of blocks (the last dim but one) of at most `CHUNK` elements in all."""
+    blocks = shape[-2]
+    step = max(1, CHUNK // max(1, shape[:-2].numel() * BLOCK))
+    for start in range(0, blocks, step):
+        yield slice(start, min(start + step, blocks))
+
+
+def _encode_blocks(rows: Tensor, into: Tensor, codec: BlockCodec, count: int | Tensor) -> None:
+    """Writes the messages of blocks of which `count` elements are meant."""
+    codes, scales = into[..., :-SCALE_BYTES], into[..., -SCALE_BYTES:].view(torch.float32)
+    if codec.bits == 1:
+        squares = rows * rows
+        for half in (32, 16, 8, 4, 2, 1):
+            squares = squares[..., :half] + squares[..., half:]
+        scales.copy_((squares / count).sqrt_())
+        bits = (rows >= 0).view(torch.uint8).view(torch.int64)
+        codes.copy_(bits.mul_(_PACK) >> 56)
+        return
+    most = rows.abs().amax(-1, keepdim=True)
     levels = torch.full_like(most, codec.levels)  # a Python number over a tensor is rounded twice
+    scales.copy_(most / levels)
     inverse = levels / most
-    scales = torch.where(inverse == torch.inf, 0.0, most / levels)
-    usable = (inverse.isfinite() & most.isfinite())[..., None]
-    values = torch.where(usable, rows * inverse[..., None], 0.0)
+    values = rows * torch.where(inverse == torch.inf, 0.0, inverse)
     if codec.dtype.is_floating_point:
-        return values.to(codec.dtype).view(torch.uint8), scales
-    codes = values.round().to(codec.dtype).view(torch.uint8)
-    if codec.bits == 4:
-        codes = codes[..., 0::2] & 15 | codes[..., 1::2] << 4
-    return codes, scales
+        codes.view(codec.dtype).copy_(values)
+    elif codec.bits == 8:
+        codes.view(codec.dtype).copy_(values.round_())
+    else:
+        pairs = values.round_().to(torch.int8).view(torch.int16)
+        codes.copy_((pairs & 15) | (pairs >> 4 & 240))
 
 
-def _signs(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Bits (uint8, eight a byte) and scales of blocks."""
-    squares = rows * rows
-    for half in (32, 16, 8, 4, 2, 1):
-        squares = squares[..., :half] + squares[..., half:]
-    counts = (size - torch.arange(rows.shape[-2], device=rows.device) * BLOCK).clamp(max=BLOCK)
-    weights = 1 << torch.arange(8, device=rows.device)
-    bits = (rows >= 0).unflatten(-1, (BLOCK // 8, 8)).to(torch.uint8) * weights.to(torch.uint8)
-    return bits.sum(-1, dtype=torch.uint8), (squares[..., 0] / counts).sqrt()
+def _decode_blocks(blocks: Tensor, into: Tensor, codec: BlockCodec) -> None:
+    """Writes the elements of blocks' messages."""
+    codes, scales = blocks[..., :-SCALE_BYTES], blocks[..., -SCALE_BYTES:].view(torch.float32)
+    if codec.bits == 1:
+        signs = torch.index_select(_signs(codes.device), 0, codes.to(torch.int32).flatten())
+        torch.mul(signs.view(into.shape), scales, out=into)
+    elif codec.bits == 4:
+        wide = codes.to(torch.int16)
+        halves = (wide & 15 | (wide & 240) << 4).view(torch.int8)
+        into.copy_(halves.bitwise_xor_(8).sub_(8)).mul_(scales)
+    else:
+        into.copy_(codes.view(codec.dtype)).mul_(scales)
+
+
+@functools.cache
+def _signs(device: torch.device) -> Tensor:
+    """(256, 8): of each byte, its bits as 1 and -1."""
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+    return (bits * 2 - 1).to(torch.float32)

@@ -15,11 +15,12 @@ from torch import fx
 from fzero.capture.graph import Graph, Region
 from fzero.capture.step_ops import REDUCE
 from fzero.ir import fx_nodes, kinds, segments
+from fzero.ir.code_ops import CodeOps, encode_leaves
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import StepPhase
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey
 from fzero.lowering.emit import Emitter, line_of
-from fzero.plan.wires import CastTo, Elementwise, Wire
+from fzero.plan.wires import AnyWire, CastTo, Elementwise, Wire
 from fzero.shard.moves import Transition, transitions
 
 
@@ -95,7 +96,7 @@ class RegionBuilder:
         slot = bucket.slots[index]
         return Ref(name, slot.start, slot.stop, slot.shape)
 
-    def _wire(self, i: int, bucket: str) -> Wire | None:
+    def _wire(self, i: int, bucket: str) -> AnyWire | None:
         """How the gradients of a bucket travel, of which output i is one: as its layout asks, else in the dtype of the
         loss's precision; None: as they are."""
         held = self.region.values[i].dtype
@@ -146,6 +147,8 @@ class RegionBuilder:
         wire, held = self.wire[self.to.buffers[grad].bucket or ""], self.to.buffers[grad].dtype
         if wire is None:
             return self._sent(grad, name, name, step, m, why)
+        if isinstance(wire, CodeOps):
+            return self._exchanged(wire, grad, name, step, m, why)
         why = f"{wire.name} {why}"
         coded = self._flat(wire.encode, grad, f"{grad}.low", why, wire.dtype)
         return self._flat(wire.decode, self._sent(coded, f"{name}.low", name, step, m, why), name, why, held)
@@ -153,13 +156,11 @@ class RegionBuilder:
     def _sent(self, grad: str, target: str, name: str, step: Transition, m: int, why: str) -> str:
         """Emits the transfer itself. name: of the result, once it is decoded. Returns `target`."""
         b = self.to
-        source, bucket, n = b.buffers[grad], b.buffers[grad].bucket or "", b.plan.mesh.size(step.axis)
-        ranks = b.plan.bucket_layouts[bucket].grad.parts
-        divisor = ranks * self.k if step is self.steps[bucket][-1] and not self.summed else 1
+        source, n = b.buffers[grad], b.plan.mesh.size(step.axis)
+        divisor = self._divisor(source.bucket or "", step)
         b.buffers[target] = made = replace(source, name=target)
         if step.kind == "reduce_scatter":
-            finer = ".".join((*parts_of(source.sharded), step.axis))
-            b.buffers[target] = replace(made, sharded=finer, shape=(source.numel // n,))
+            b.buffers[target] = replace(made, sharded=_finer(source, step), shape=(source.numel // n,))
         scratch = []
         if room := kinds.of(step.kind).scratch(b.transport, source.numel, n):
             scratch = [Ref(f"{name}.scratch")]
@@ -167,6 +168,35 @@ class RegionBuilder:
         attrs: dict[str, int | str] = {"op": "sum", "divisor": divisor, "microbatch": m}
         b.transfer(step, Ref(grad), target, why=why, scratch=scratch, **attrs)
         return target
+
+    def _divisor(self, bucket: str, step: Transition) -> int:
+        """What a sum over an axis is divided by: the last one for the mean."""
+        ranks = self.to.plan.bucket_layouts[bucket].grad.parts
+        return ranks * self.k if step is self.steps[bucket][-1] and not self.summed else 1
+
+    def _exchanged(self, ops: CodeOps, grad: str, name: str, step: Transition, m: int, why: str) -> str:
+        """Emits a sum over an axis by messages of blocks: each rank codes its gradients, gets its own slice of each
+        rank's message, and adds up what they say. Returns `name`, the buffer of the own slice of the sum."""
+        b = self.to
+        source, n = b.buffers[grad], b.plan.mesh.size(step.axis)
+        why, divisor = f"{ops.codec.name} {why}", self._divisor(source.bucket or "", step)
+        sent, arrived, finer = f"{grad}.sent", f"{name}.arrived", _finer(source, step)
+        size = int(source.numel / ops.per)
+        b.buffers[sent] = replace(source, name=sent, dtype=torch.uint8, shape=(size,), per=ops.per)
+        b.buffers[arrived] = replace(b.buffers[sent], name=arrived, sharded=finer, parts=n)
+        b.buffers[name] = replace(source, name=name, dtype=torch.float32, shape=(source.numel // n,), sharded=finer)
+        slots, bucket = sorted(self.slots[source.bucket or ""].values()), b.plan.buckets[source.bucket or ""]
+        own = source.sharded == bucket.axis
+        leaves = [Ref(grad, bucket.slots[i].start, bucket.slots[i].stop, None, own) for i in slots]
+        blocks = [Ref(sent, *bucket.place(i, ops.per)[:2], None, own) for i in slots]
+        gm = encode_leaves(ops, source.dtype, [(ref.stop or 0) - (ref.start or 0) for ref in leaves])
+        b.segment("run", gm, leaves, blocks, why=why, flat=1)
+        b.transfer(replace(step, kind="all_to_all"), Ref(sent), arrived, why=why, microbatch=m)
+        for ref in self._spans(b.buffers[name]):
+            shape = n, int(((ref.stop or 0) - (ref.start or 0)) / ops.per)
+            gm = b.elementwise(ops.decode_sum, divisor, like=replace(b.buffers[arrived], shape=shape), dest=True)
+            b.segment("run", gm, [replace(ref, name=arrived)], [ref], why=why, flat=1)
+        return name
 
     def _flat(
         self, fn: Elementwise, source: str, name: str, why: str, dtype: torch.dtype | None = None, *args: Hashable
@@ -237,3 +267,8 @@ class RegionBuilder:
         chunk = like.numel() // self.k
         start = (ref.start or 0) + m * chunk
         return Ref(ref.name, start, start + chunk, (like.shape[0] // self.k, *like.shape[1:]))
+
+
+def _finer(source: Buffer, step: Transition) -> str:
+    """The axes along which what a sum over an axis leaves a rank is a slice."""
+    return ".".join((*parts_of(source.sharded), step.axis))

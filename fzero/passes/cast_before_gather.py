@@ -2,7 +2,8 @@
 
 Every use of a bucket's leaves in the losses must begin with the same cast to a smaller dtype. Then one flat op casts
 the shard, and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in the
-graph.
+graph. So it is with a codec (`fzero.ir.code_ops`): messages of blocks are made of the shard, leaf by leaf, and
+gathered, and each use decodes them.
 
     gather p -> p.full;  run p.full[w] { c = bf16(w); ... }
     becomes   run p[0:L:mine] -> p.bf16[0:L:mine];  gather p.bf16 -> p.bf16.full;  run p.bf16.full[w] { ... }
@@ -11,6 +12,7 @@ graph.
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import zip_longest
 
 import torch
@@ -18,11 +20,13 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.code_ops import ENCODES, CodeOps, encode_leaves
 from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Ref
+from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Buffer, Ref
 
 CAST = torch.ops.aten._to_copy.default
+Form = torch.dtype | CodeOps  # what a cast gives, or a codec
 
 
 def cast_before_gather(program: Program) -> Program:
@@ -33,12 +37,12 @@ def cast_before_gather(program: Program) -> Program:
         if op.gathers and program.buffers[op.reads[0].name].sharded
         and program.buffers[op.reads[0].name].kind in (*PERSISTENT, "staging")
     }  # fmt: skip
-    chosen = _common_casts(program, set(source))
+    chosen = _common_forms(program, set(source))
     edits = rewrite.Edits()
     for index, op in enumerate(program.ops):
         name = op.target if op.gathers or op.is_wait else ""
         if name in chosen and op.gathers:
-            cast = _cast(program, op, chosen[name], edits)
+            cast = _narrowed(program, op, chosen[name], edits)
             edits.instead[index] = [cast, replace(op, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))]
         elif name in chosen:
             edits.instead[index] = [replace(op, reads=(Ref(f"{name}.low"),))]
@@ -47,32 +51,59 @@ def cast_before_gather(program: Program) -> Program:
     return edits.apply(program, "cast_before_gather")
 
 
-def _common_casts(program: Program, whole: set[str]) -> dict[str, torch.dtype]:
-    """Of these buffers, those whose leaves every use casts to one smaller dtype, and that dtype."""
-    casts: dict[str, set[torch.dtype | None]] = {name: set() for name in whole}
+def _common_forms(program: Program, whole: set[str]) -> dict[str, Form]:
+    """Of these buffers, those whose leaves every use brings to one smaller form, and that form."""
+    forms: dict[str, set[Form | None]] = {name: set() for name in whole}
     for op in program.ops:
         if op.is_mark or whole.isdisjoint(ref.name for ref in op.reads):
             continue
         region = op.in_region
         holders = fx_nodes.placeholders(program.segments[op.segment].graph) if region else []
         for ref, holder in zip_longest(op.reads, holders[: len(op.reads)]):
-            if ref.name in casts:
-                casts[ref.name] |= {None} if holder is None else {_cast_to(user) for user in holder.users}
-    alike = {name: next(iter(dtypes)) for name, dtypes in casts.items() if len(dtypes) == 1}
-    return {n: dtype for n, dtype in alike.items() if dtype and dtype.itemsize < program.buffers[n].dtype.itemsize}
+            if ref.name in forms:
+                forms[ref.name] |= {None} if holder is None else {_form(user) for user in holder.users}
+    alike = {name: next(iter(found)) for name, found in forms.items() if len(found) == 1}
+    return {n: form for n, form in alike.items() if form and _nbytes(form) < program.buffers[n].dtype.itemsize}
 
 
-def _cast_to(user: fx.Node) -> torch.dtype | None:
+def _form(user: fx.Node) -> Form | None:
+    """What a node makes of a leaf, if that is a smaller form of it."""
+    if user.target in ENCODES:
+        return ENCODES[user.target]
     plain = user.target is CAST and set(user.kwargs) == {"dtype"}
     return user.kwargs["dtype"] if plain else None  # type: ignore[return-value]
 
 
-def _cast(program: Program, op: Op, dtype: torch.dtype, edits: rewrite.Edits) -> Op:
-    """The op that casts a gather's source on the shard; adds its buffers and its segment."""
+def _nbytes(form: Form) -> Fraction:
+    """Of an element of a leaf."""
+    return 1 / form.per if isinstance(form, CodeOps) else Fraction(form.itemsize)
+
+
+def _narrowed(program: Program, op: Op, form: Form, edits: rewrite.Edits) -> Op:
+    """The op that makes the smaller form of a gather's source, on the shard; adds its buffers and its segment."""
     shard, whole = program.buffers[op.reads[0].name], program.buffers[op.writes[0].name]
     cast, low = f"{whole.name}.cast", f"{whole.name}.low"
-    edits.buffers[cast] = replace(shard, name=cast, dtype=dtype, kind="scratch")
-    edits.buffers[low] = replace(whole, name=low, dtype=dtype)
+    dtype, per = (torch.uint8, form.per) if isinstance(form, CodeOps) else (form, 1)
+    for name, like, kind in ((cast, shard, "scratch"), (low, whole, whole.kind)):
+        shape = (int(like.numel / per),)
+        edits.buffers[name] = replace(like, name=name, dtype=dtype, kind=kind, per=per, shape=shape)
+    bucket = program.buckets[shard.bucket or ""]
+    own = shard.sharded == bucket.axis
+    if isinstance(form, CodeOps):
+        leaves = [Ref(shard.name, slot.start, slot.stop, None, own) for slot in bucket.slots]
+        blocks = [Ref(cast, *bucket.place(i, form.per)[:2], None, own) for i in range(len(bucket.slots))]
+        gm = encode_leaves(form, shard.dtype, [slot.stop - slot.start for slot in bucket.slots])
+        run = rewrite.run_op(make_op("run", why=f"{form.codec.name} before the gather"), gm, leaves, blocks, flat=1)
+    else:
+        span = (0, bucket.length, None, own)
+        gm, why = _cast_of(shard, form), f"{DTYPE_NAMES[form]} before the gather"
+        run = rewrite.run_op(make_op("run", why=why), gm, [Ref(shard.name, *span)], [Ref(cast, *span)], flat=1)
+    edits.segments.setdefault(run.segment, gm)
+    return run
+
+
+def _cast_of(shard: Buffer, dtype: torch.dtype) -> fx.GraphModule:
+    """The segment that casts all of a shard."""
     graph = fx.Graph()
     value, into = graph.placeholder("x0"), graph.placeholder("into0")
     result = graph.call_function(CAST, (value,), {"dtype": dtype})
@@ -82,17 +113,11 @@ def _cast(program: Program, op: Op, dtype: torch.dtype, edits: rewrite.Edits) ->
         for node in (into, result, copied):
             node.meta["val"] = torch.empty(shard.shape, dtype=dtype)
     graph.output([])
-    bucket = program.buckets[shard.bucket or ""]
-    span = (0, bucket.length, None, shard.sharded == bucket.axis)
-    why = f"{DTYPE_NAMES[dtype]} before the gather"
-    gm = segments.module(graph)
-    run = rewrite.run_op(make_op("run", why=why), gm, [Ref(shard.name, *span)], [Ref(cast, *span)], flat=1)
-    edits.segments.setdefault(run.segment, gm)
-    return run
+    return segments.module(graph)
 
 
-def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], edits: rewrite.Edits) -> Op:
-    """A run of a region that reads the cast columns, without the casts in its segment."""
+def _without_casts(program: Program, op: Op, chosen: dict[str, Form], edits: rewrite.Edits) -> Op:
+    """A run of a region that reads the smaller columns, without the nodes in its segment that made them."""
     gm = program.segments[op.segment]
     graph = segments.copied(gm.graph)
     for holder, ref in zip(fx_nodes.placeholders(graph), op.reads, strict=False):
@@ -101,8 +126,19 @@ def _without_casts(program: Program, op: Op, chosen: dict[str, torch.dtype], edi
                 holder.meta["val"] = user.meta["val"]
                 user.replace_all_uses_with(holder)
                 graph.erase_node(user)
-    reads = [replace(r, name=f"{r.name}.low") if r.name in chosen else r for r in op.reads]
+    reads = [_smaller(program, ref, chosen[ref.name]) if ref.name in chosen else ref for ref in op.reads]
     without = segments.module(graph)
     done = rewrite.run_op(op, without, reads, op.writes)
     edits.segments.setdefault(done.segment, without)
     return done
+
+
+def _smaller(program: Program, ref: Ref, form: Form) -> Ref:
+    """A leaf of a gathered bucket, in its smaller form."""
+    name = f"{ref.name}.low"
+    if not isinstance(form, CodeOps):
+        return replace(ref, name=name)
+    bucket = program.buckets[program.buffers[ref.name].bucket or ""]
+    index = bucket.find((ref.start, ref.stop, ref.shape))
+    assert index is not None, f"{ref} is no leaf of {bucket.name}"
+    return Ref(name, *bucket.place(index, form.per))

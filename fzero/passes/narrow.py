@@ -26,7 +26,8 @@ def narrow(program: Program) -> Program:
     """The program without gathers of values of which only the own slice is read, or that a reduction can give."""
     needed = _needed(program)
     gathers = {op.target: op.reads[0].name for op in program.ops if op.gathers and op.reads[0].name != op.target}
-    dropped = {name for name in gathers if name not in needed or program.buffers[name].kind == "grad"}
+    coded = {op.target for op in program.ops if _decodes(program, op)}
+    dropped = {n for n, of in gathers.items() if n not in needed or (of not in coded and _is_gradient(program, n))}
     buffers = dict(program.buffers)
 
     def lies(ref: Ref) -> Ref:
@@ -41,7 +42,7 @@ def narrow(program: Program) -> Program:
     for op in program.ops:
         if (op.gathers or op.is_wait) and op.target in dropped:
             continue
-        if _on_gradients(program, op):
+        if _on_gradients(program, op) and op.target not in coded:
             source = buffers[op.reads[0].name]
             held = None if op.target in needed else _part(program, source, op)
             buffers[op.target] = _along(program, buffers[op.target], held)
@@ -58,9 +59,20 @@ def narrow(program: Program) -> Program:
 
 def _on_gradients(program: Program, op: Op) -> bool:
     """Whether an op makes a bucket of gradients from others: elementwise, all from all or a slice from a slice, or
-    as their sum over ranks."""
-    gradients = all(program.buffers[ref.name].kind == "grad" for ref in op.writes[:1])
+    as their sum over ranks. Not as messages of blocks."""
+    gradients = all(_is_gradient(program, ref.name) for ref in op.writes[:1])
+    gradients = gradients and all(program.buffers[ref.name].per == 1 for ref in (*op.reads, *op.writes))
     return gradients and (op.is_flat or (op.reduces and program.buffers[op.target].bucket is not None))
+
+
+def _is_gradient(program: Program, name: str) -> bool:
+    return program.buffers[name].kind == "grad"
+
+
+def _decodes(program: Program, op: Op) -> bool:
+    """Whether an op makes gradients of messages. Of a sum that is coded a rank adds up its own slice, and no more."""
+    apart = any(program.buffers[ref.name].per != 1 for ref in op.reads)
+    return op.is_flat and apart and _is_gradient(program, op.target) and program.buffers[op.target].per == 1
 
 
 def _needed(program: Program) -> set[str]:

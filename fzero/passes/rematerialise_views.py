@@ -1,4 +1,4 @@
-"""rematerialise_views: views, and casts of parameters, are made anew right before each use.
+"""rematerialise_views: views, and casts and codes of parameters, are made anew right before each use.
 
 A view made in the forward and used in the backward (`t(weight)`) would keep a gathered bucket alive in between, and a
 value that crosses a segment's border as a view would share memory with another buffer. After this pass neither happens:
@@ -17,9 +17,11 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir.code_ops import CODES
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 
+CAST = torch.ops.aten._to_copy.default
 MadeAnew = Callable[[fx.Node], bool]  # whether a node is made again before each use
 
 
@@ -41,15 +43,16 @@ def rematerialise_views(program: Program) -> Program:
 
 
 def again(params: set[fx.Node]) -> MadeAnew:
-    """The test for nodes that are made anew: views, and casts of these placeholders or of views of them."""
+    """The test for nodes that are made anew: views, casts of these placeholders or of views of them, and their codes,
+    what these say, and casts of that."""
 
     def made_anew(node: fx.Node) -> bool:
         if fx_nodes.is_view(node):
             return True
-        if node.target is not torch.ops.aten._to_copy.default:
+        if node.target is not CAST and node.target not in CODES:
             return False
-        source = node.args[0]
-        return isinstance(source, fx.Node) and fx_nodes.base(source) in params
+        source = fx_nodes.base(fx_nodes.operand(node))
+        return source in params or (source.target in CODES and made_anew(source))
 
     return made_anew
 

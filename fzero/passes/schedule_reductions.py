@@ -45,7 +45,7 @@ def _movable(program: Program, op: Op) -> bool:
 
 def _reduced_bucket(program: Program, op: Op) -> Bucket | None:
     """The bucket of gradients that an op reduces; None for any other op."""
-    if not op.reduces or op.row.small:
+    if not (op.reduces or op.exchanges) or op.row.small:
         return None
     return program.buckets.get(program.buffers[op.reads[0].name].bucket or "")
 

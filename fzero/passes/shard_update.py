@@ -25,11 +25,11 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
+from fzero.ir.leafwise import LeafCall, leafwise
 from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, buffer_name
-from fzero.passes.common.leafwise import LeafCall, leafwise
 from fzero.passes.common.outer_run import OuterRun
 from fzero.plan.whole_leaves import is_whole
 from fzero.shard.layouts import Layout
@@ -240,7 +240,7 @@ class _Outer:
                 writes.append(Ref(self.run.stored[node], start, stop, None, own_slice))
                 args = (list(shape), *node.args[1:])
                 target, value = of(node.target).flat_form, node.meta["val"]
-                calls.append(LeafCall(target, source.meta["val"], value, stop - start, args, flat=True))
+                calls.append(LeafCall(target, source.meta["val"], value, stop - start, args, gives=stop - start))
             done = self._run_of(leafwise(calls), reads, writes)
             names = [bucket.slots[self.run.slot_key[n][1]].path for n in group]
             self._emit(replace(done, why=f"whole {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")))

@@ -52,8 +52,8 @@ def filled(
 def _groups(
     classes: Sequence[LeafClass], leaves: Sequence[torch.Tensor], homes: Sequence[str]
 ) -> dict[tuple[object, ...], list[int]]:
-    """Class indices by (layer, stage, chunk, cast, columns and their homes), in canonical order: the tree's, matrices
-    before vectors in a layer."""
+    """Class indices by (layer, stage, chunk, cast, codecs, columns and their homes), in canonical order: the tree's,
+    matrices before vectors in a layer."""
     sizes: dict[str, int] = {}
     layers: list[tuple[str, bool]] = []
     for leaf_class in classes:
@@ -63,7 +63,7 @@ def _groups(
     for c, (leaf_class, (layer, numbered)) in enumerate(zip(classes, layers, strict=True)):
         layer = layer if numbered or sizes[layer] >= SMALL_BYTES else "small"
         columns = tuple((prefix, leaves[i].dtype, homes[i]) for prefix, i in leaf_class.members)
-        key = (layer, leaf_class.stage, leaf_class.chunk, leaf_class.cast, columns)
+        key = (layer, leaf_class.stage, leaf_class.chunk, leaf_class.cast, leaf_class.coding, columns)
         groups.setdefault(key, []).append(c)
     for members in groups.values():
         members.sort(key=lambda c: (classes[c].lead.ndim < 2, c))

@@ -26,9 +26,11 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
-from fzero.ir.mesh import Mesh
+from fzero.ir.code_ops import OPS
+from fzero.ir.mesh import Mesh, parts_of
 from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.records import ALIGN, DEVICE, DISK, Bucket, Buffer, buffer_name
+from fzero.kernels.codecs import EXACT, Coding
 from fzero.plan.block_scales import CODES, scales, with_scales
 from fzero.plan.fill_buckets import filled, round_up, unused
 from fzero.plan.followers import Follows, followers
@@ -54,13 +56,15 @@ def layout(
     params: Sequence[str] = ("params/**",),
     per_rank: Sequence[str] = (),
     compute: Callable[[str, torch.Tensor], torch.dtype] = lambda path, leaf: leaf.dtype,
+    coding: Callable[[str, torch.Tensor], Coding] = lambda path, leaf: EXACT,
     shard: Mapping[str, P] | None = None,
     home: Callable[[str], str] = lambda path: DEVICE,
 ) -> Plan:
     """The plan for these leaves.
 
     pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
-    compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. shard: path
+    compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. coding: the
+    codecs of its messages, from the same. shard: path
     rules to the axes that cut the dims; the first match wins. home: the space in which a leaf of a bucket is held, from
     its path; leaves in no bucket stay on the device.
 
@@ -71,12 +75,10 @@ def layout(
     is_param = [any(tree.matches(p, path) for p in params) for path in paths]
     flat = [i for i, x in enumerate(leaves) if paths[i] not in per_rank and i not in codes_of and _may_be_cut(x)]
     classes, follows = _laid_out(flat, codes_of, paths, leaves, is_param, shard or {}, mesh)
-    parts = _parts(classes, leaves)
-    stages = stages_of(classes, paths, zero)
+    parts, stages = _parts(classes, leaves), stages_of(classes, paths, zero)
     if batch.parts > 1 and not any(is_param[i] for i in flat):
         _check_params(stages, zero, params)
-    leads = [(c, parts[c.members[0][1]], stage) for c, stage in zip(classes, stages, strict=True)]
-    classes = [replace(c, lead=lead, stage=stage, cast=compute(c.path, lead)) for c, lead, stage in leads]
+    classes = _formed(classes, parts, stages, compute, coding)
     cut = pipeline(*_layers(classes, follows)) if pipeline is not None else None
     classes = _chunked(classes, follows, cut)
     buckets: dict[str, Bucket] = {}
@@ -86,23 +88,54 @@ def layout(
     for bucket, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
         chunk = members[0].chunk
         bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
-        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, row_of(members[0].stage, batch)
+        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, (row := _row(members[0], batch))
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)
             kind, dtype = "param" if is_param[first] else "optimizer", leaves[first].dtype
-            sharded = _column(bucket_layouts[bucket.name], members[0], dtype, is_param[first], batch).axes
-            per = ALIGN if first in codes_of else 1
-            shape = ((bucket.length // mesh.size(sharded) if sharded else bucket.length) // per,)
+            sharded = _column(row, members[0], dtype, is_param[first], batch).axes or None
+            per, length = ALIGN if first in codes_of else 1, bucket.length // (mesh.size(sharded) if sharded else 1)
             buffers[name] = Buffer(
-                name, dtype, shape, kind, bucket.name, sharded or None, per=per, space=home(paths[first]), entry=prefix
-            )
+                name, dtype, (length // per,), kind, bucket.name, sharded, per=per, space=home(paths[first]),
+                entry=prefix,
+            )  # fmt: skip
             for index, member in enumerate(members):
                 i = member.members[column][1]
                 places[i] = Leaf(paths[i], tuple(leaves[i].shape), leaves[i].dtype, name, index, layout=member.layout)
-    for i in sorted(set(range(len(paths))) - set(places)):
+    for i in [i for i in range(len(paths)) if i not in places]:
         places[i], buffer = _alone(paths[i], leaves[i], paths[i] in per_rank, buffers)
         buffers[buffer.name] = buffer
     return Plan(batch, mesh, buckets, _on_disk(buffers), tuple(places[i] for i in sorted(places)), cut, bucket_layouts)
+
+
+def _formed(
+    classes: list[LeafClass],
+    parts: Sequence[torch.Tensor],
+    stages: Sequence[Stage],
+    compute: Callable[[str, torch.Tensor], torch.dtype],
+    coding: Callable[[str, torch.Tensor], Coding],
+) -> list[LeafClass]:
+    """The classes, each with one rank's part of its first leaf, its stage, and the forms in which it travels."""
+    formed = []
+    for leaf_class, stage in zip(classes, stages, strict=True):
+        path, lead = leaf_class.path, parts[leaf_class.members[0][1]]
+        formed.append(replace(leaf_class, lead=lead, stage=stage, cast=compute(path, lead), coding=coding(path, lead)))
+    return formed
+
+
+def _row(leaf_class: LeafClass, batch: Layout) -> BucketLayout:
+    """How the values of a bucket of such leaves lie, and how its gradients travel. Raises SpecError where they cannot
+    travel in the codec that is asked for."""
+    row = row_of(leaf_class.stage, batch)
+    if leaf_class.coding.reduce is None:
+        return row
+    if beside := {*parts_of(row.grad.axes)} - {*parts_of(row.cut.axes)}:
+        raise SpecError(
+            f"Precision(reduce={leaf_class.coding.reduce!r}): gradients of {leaf_class.path!r} are summed over "
+            f"{min(beside)}, along which no rank owns a slice of its own, so there are no parts that messages could be "
+            f"cut into. Shard over {min(beside)} too (zero=1, 2 or 3), or leave its gradients exact: "
+            f"Precision(exact=...)"
+        )
+    return replace(row, wire=OPS[leaf_class.coding.reduce])
 
 
 def _laid_out(
@@ -140,7 +173,7 @@ def _column(row: BucketLayout, leaf_class: LeafClass, dtype: torch.dtype, is_par
     """How a column of this dtype lies. Parameters that are gathered in fewer bits are held as what updates them is."""
     if batch.parts == 1:
         return Layout()
-    narrow = leaf_class.cast.itemsize < dtype.itemsize
+    narrow = leaf_class.cast.itemsize < dtype.itemsize or leaf_class.coding.gather is not None
     return row.rest if not is_param or (narrow and not row.params) else row.params
 
 

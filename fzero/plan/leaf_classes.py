@@ -11,6 +11,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
+from fzero.kernels.codecs import EXACT, Coding
 from fzero.plan.stages import Stage
 from fzero.shard.layouts import WHOLE, Layout
 
@@ -23,7 +24,7 @@ class LeafClass:
 
     key: their common path. members: (column prefix, index of the leaf), a floating-point one first. layout: how each
     lies over the axes that cut dims. lead: one rank's part of the first. stage: by `zero`. cast: the narrowest dtype
-    that it may be gathered in. chunk: of a pipeline, which keeps it.
+    that it may be gathered in. coding: the codecs of its messages. chunk: of a pipeline, which keeps it.
     """
 
     key: tuple[str, ...]
@@ -32,6 +33,7 @@ class LeafClass:
     lead: torch.Tensor = NOTHING
     stage: Stage = 0
     cast: torch.dtype = torch.float32
+    coding: Coding = EXACT
     chunk: int | None = None
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fzero.ir.mesh import Mesh
-from fzero.plan.wires import Wire
+from fzero.plan.wires import AnyWire
 from fzero.shard.layouts import WHOLE, Layout
 from fzero.shard.placements import Flat, Partial, Shard
 
@@ -48,7 +48,7 @@ class BucketLayout:
     cut: Layout
     copy: Layout = WHOLE
     reduce_when: str = "produced"
-    wire: Wire | None = None
+    wire: AnyWire | None = None
 
 
 def shards_params(stage: Stage) -> bool:

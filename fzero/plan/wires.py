@@ -2,6 +2,9 @@
 
 What a codec rounds off is part of what the step means: `fzero.verify.meaning` writes a wire's functions into the
 meaning, and lowering into the program.
+
+A `Wire` codes element by element, and what is coded is added up. A block codec (`fzero.ir.code_ops`) codes blocks of 64
+into messages, which cannot be added: every rank gets its own slice of each rank's message, decodes them, and adds.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from fzero.ir.code_ops import CodeOps
 
 Elementwise = Callable[..., torch.Tensor]
 
@@ -27,6 +32,9 @@ class Wire:
     dtype: torch.dtype
     encode: Elementwise
     decode: Elementwise
+
+
+AnyWire = Wire | CodeOps
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ from fzero.errors import SpecError
 from fzero.hardware import Hardware, load
 from fzero.plan.parallelism import AUTO
 from fzero.plan.pipeline_cut import layer_of
+from fzero.planner.equal_layers import Layers, layers_of
 from fzero.spec import Spec
 
 
 @dataclass(frozen=True)
 class Problem:
     """given: the fields of the spec that are pinned. batch_of: the batch of a number of rows, on meta. rows: of the
-    global one. layers: the numbered layers of the parameters. budget: bytes that a rank may use of its device."""
+    global one. layers: the numbered layers of the parameters. equal: those that are equal. budget: bytes that a rank
+    may use of its device."""
 
     spec: Spec
     given: frozenset[str]
@@ -29,6 +31,7 @@ class Problem:
     batch_of: Callable[[int], Any]
     rows: int
     layers: int
+    equal: Layers | None
     world_size: int
     machine: Hardware
     budget: int
@@ -50,18 +53,19 @@ def problem_of(
             f"fzero.plan(world_size={world_size}): hardware {machine.name!r} joins {machine.devices} devices: add a "
             "[[level]] to its file, or plan for fewer"
         )
-    batch_of, rows = _by_rows(tree.plain(batch_like))
+    batch_of, rows = by_rows(tree.plain(batch_like))
     layers = _layers(spec, params_like)
-    return Problem(spec, given, params_like, batch_of, rows, layers, world_size, machine, budget)
+    equal = None if callable(params_like) or spec.loss is None else layers_of(params_like)
+    return Problem(spec, given, params_like, batch_of, rows, layers, equal, world_size, machine, budget)
 
 
-def _by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:
-    """(the batch of a number of rows, the rows of the whole one)."""
+def by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:
+    """(the batch of a number of rows, on meta; the rows of the whole one)."""
     leaves = [x for x in tree.flatten(batch)[1] if isinstance(x, torch.Tensor)]
     counts = {int(x.shape[0]) for x in leaves if x.dim()}
     if len(counts) != 1:
         raise SpecError(
-            f"fzero.plan(batch_like): its tensors have {sorted(counts)} rows along dim 0: needed the global batch, "
+            f"batch_like: its tensors have {sorted(counts)} rows along dim 0: needed the global batch, "
             "whose tensors have one number of rows"
         )
 

@@ -112,7 +112,8 @@ def part(program: Program, rank: int, whole: torch.Tensor, ref: Ref) -> torch.Te
     if ref.start is None:
         return whole
     start, stop = program.local_range(ref, rank)
-    cut = whole.view(-1)[start:stop]
+    parts = program.buffers[ref.name].parts
+    cut = whole.view(-1)[start:stop] if parts == 1 else whole.view(parts, -1)[:, start:stop]
     return cut if ref.shape is None else cut.view(ref.shape)
 
 

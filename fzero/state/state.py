@@ -15,6 +15,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import DonatedError, FzeroError, TreeError, leaf_name
+from fzero.html_table import html_table
 from fzero.ir.records import DISK
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.state import storage
@@ -195,6 +196,14 @@ class State:
     metrics: Mapping[str, Any]
     runtime: Home = field(repr=False)
     life: Life = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the leaves. Nothing is gathered, and no rank is waited for."""
+        leaves = [leaf for leaf in tree.flatten(self.tree)[1] if isinstance(leaf, ShardedTensor)]
+        rows = [(x.path, list(x.shape), str(x.dtype).removeprefix("torch."), x.placement) for x in leaves]
+        ended = f" ({self.life.ended})" if self.life.ended else ""
+        title = f"state after {self.step:,} steps{ended}: {len(leaves):,} leaves, mesh {self.runtime.plan.mesh}"
+        return html_table(title, ["leaf", "shape", "dtype", "placement"], rows)
 
     def become(self, after: State) -> None:
         """Makes this donated state the one that it became, which nobody else would hold (`session.interrupts`)."""

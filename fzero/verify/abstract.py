@@ -20,6 +20,7 @@ from fzero.verify.terms import (
     Undefined,
     digest,
     evaluate,
+    exchanged,
     gathered,
     metric,
     moved,
@@ -121,6 +122,8 @@ class Abstract(AbstractMemory):
             self.reduce(op)
         elif record.term == "gathered":
             self.gather(op.reads[0], op.writes[0], op.axis)
+        elif record.term == "exchanged":
+            self.exchange(op)
         else:
             raise Undefined(f"{op.kind} of {', '.join(map(str, op.reads))} has no meaning")
 
@@ -141,7 +144,8 @@ class Abstract(AbstractMemory):
     def bring(self, source: Ref, dest: Ref) -> None:
         """All of a buffer is moved to one of its form. Raises `Undefined` where they are not of one form."""
         a, b = self.program.buffers[source.name], self.program.buffers[dest.name]
-        if (a.bucket, a.sharded, a.per, a.tile, a.numel) != (b.bucket, b.sharded, b.per, b.tile, b.numel):
+        forms = [(x.bucket, x.sharded, x.per, x.parts, x.tile, x.numel) for x in (a, b)]
+        if forms[0] != forms[1]:
             raise Undefined(f"{source.name} and {dest.name} do not have the same leaves at the same places")
         held = self._content(source.name)
         content = self.memory[dest.name] = Content(held.terms)
@@ -160,7 +164,7 @@ class Abstract(AbstractMemory):
         whole = source.start is None or (source.start, source.stop) == (0, bucket.length)
         if not whole or dest.start is not None or within(self.program.cut(source), buffer.sharded) != axis:
             raise Undefined(f"a gather takes a whole slice to what it is a slice of, not {source} to {dest}")
-        if (buffer.bucket, buffer.per) != (origin.bucket, origin.per):
+        if (buffer.bucket, buffer.per, buffer.parts, origin.parts) != (origin.bucket, origin.per, 1, 1):
             raise Undefined(f"{source.name} and {dest.name} are of different buckets")
         content = self._content(source.name)
         held = content.terms
@@ -171,6 +175,28 @@ class Abstract(AbstractMemory):
         if held and all(value.varies & {*parts_of(axis)} for value in held.values()):
             raise Undefined(f"{source} differs from rank to rank: its slices, gathered, are no rank's value")
         self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
+
+    def exchange(self, op: Op) -> None:
+        """The target becomes the own slice of the source of every rank, a stretch for each.
+
+        Raises `Undefined` where source and target do not fit.
+        """
+        source, dest = op.reads[0], op.writes[0]
+        buffer, target = self.program.buffers[source.name], self.program.buffers[dest.name]
+        if op.axis is None or op.axis not in self.program.mesh:
+            raise Undefined(f"there is no axis {op.axis!r}")
+        world, content = self.program.mesh.size(op.axis), self._content(source.name)
+        if source.start is not None or dest.start is not None or content.own_slices or buffer.tile or target.tile:
+            raise Undefined(f"an exchange takes a whole bucket, not {source} to {dest}")
+        if any(isinstance(value, (PartialTerm, Tiles)) for value in content.terms.values()):
+            raise Undefined(f"{source} is exchanged, of which only a part is there")
+        forms = (buffer.bucket, buffer.per, 1, world, op.axis, 1)
+        cut = within(target.sharded, buffer.sharded)
+        if forms != (target.bucket, target.per, buffer.parts, target.parts, cut, op.divisor):
+            raise Undefined(f"{source} and {dest} do not fit: {op.kind} over {op.axis}")
+        if {*parts_of(op.axis)} & {*parts_of(buffer.sharded)}:
+            raise Undefined(f"{source} is a slice along {buffer.sharded}: over {op.axis} other slices would meet")
+        self.memory[dest.name] = Content({k: exchanged(v, op.axis, world) for k, v in content.terms.items()})
 
     def reduce(self, op: Op) -> None:
         """The target becomes the sum over the ranks of the source, or the largest; whole, or the own slice of it.
@@ -202,6 +228,7 @@ class Abstract(AbstractMemory):
             return
         content = self._content(source.name)
         tiled = buffer.tile or target.tile or any(isinstance(value, Tiles) for value in content.terms.values())
+        tiled = tiled or buffer.parts > 1 or target.parts > 1
         if source.start is not None or dest.start is not None or content.own_slices or tiled:
             raise Undefined(f"a reduction takes a whole bucket, not {source} to {dest}")
         cut = within(target.sharded, buffer.sharded)

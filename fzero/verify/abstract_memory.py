@@ -44,7 +44,7 @@ class AbstractMemory:
         if ref.shape is not None:
             if bucket.find((start, stop, ref.shape), buffer.per) is None:
                 raise Undefined(f"{ref} is no leaf of {bucket.name}")
-            if buffer.sharded or buffer.tile or (start, stop) in content.own_slices:
+            if buffer.sharded or buffer.tile or buffer.parts > 1 or (start, stop) in content.own_slices:
                 raise Undefined(f"{ref} reads a whole leaf of which only one rank's slice is there")
             return self._term(content, (start, stop), ref)
         keys = {i: bucket.place(i, buffer.per)[:2] for i in self._slots(bucket, start, stop, ref)}
@@ -57,7 +57,7 @@ class AbstractMemory:
         tight = sum(last - first for first, last in keys.values()) == stop - start
         ranks = self.program.mesh.size(own_slice) if own_slice else 1
         shapes = {i: bucket.slots[i].shape for i in keys if buffer.per == 1 and _on_one_rank(bucket, i, ranks)}
-        return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes, tile)
+        return Vec(terms, own_slice, (start, stop), buffer.per, tight, shapes, tile, buffer.parts)
 
     def write(self, ref: Ref, value: Any) -> None:
         """Writes a term, or a `Vec` of them, to a reference. Removes the terms that it overlaps.
@@ -77,14 +77,15 @@ class AbstractMemory:
         start, stop = (0, bucket.length) if ref.start is None else (ref.start, ref.stop or 0)
         if not isinstance(value, Vec):
             slot = bucket.find((start, stop, ref.shape), buffer.per)
-            if slot is None or buffer.sharded or buffer.tile or isinstance(value, PartialTerm):
+            if slot is None or buffer.sharded or buffer.tile or buffer.parts > 1 or isinstance(value, PartialTerm):
                 raise Undefined(f"{ref} cannot hold a whole leaf's value")
             content.put((start, stop), value)
             return
         own_slice, tile = self.program.cut(ref), ref.tile or buffer.tile
         if value.tile != tile:
             raise Undefined(f"{ref} gets tile {value.tile}")
-        if (value.own_slice, value.span, value.block_size) != (own_slice, (start, stop), buffer.per):
+        form = (value.own_slice, value.span, value.block_size, value.parts)
+        if form != (own_slice, (start, stop), buffer.per, buffer.parts):
             blocks = "" if value.block_size == buffer.per else f", one element for each {value.block_size}"
             raise Undefined(
                 f"{ref} gets the range {value.span}{' of the own slice' if value.own_slice else ''}{blocks}"

@@ -63,13 +63,13 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
         yield f"is of kind {buffer.kind}: none of {', '.join(KINDS)}"
     if buffer.bucket is not None and buffer.bucket not in program.buckets:
         yield f"is of bucket {buffer.bucket}, which is not there"
-    if buffer.bucket is None and (buffer.sharded or buffer.per != 1):
-        yield "is in no bucket: it has no own slice (sharded) and no blocks (per)"
+    if buffer.bucket is None and (buffer.sharded or buffer.per != 1 or buffer.parts != 1):
+        yield "is in no bucket: it has no own slice (sharded), no blocks (per) and no parts of ranks (parts)"
     bucket = program.buckets.get(buffer.bucket or "")
     if buffer.sharded and bucket is not None and within(bucket.axis, buffer.sharded) is None:
         yield f"is sharded along {buffer.sharded}: its bucket is cut along {bucket.axis}"
-    if buffer.per < 1:
-        yield f"has one element for each {buffer.per}"
+    if buffer.per <= 0 or buffer.parts < 1:
+        yield f"has one element for each {buffer.per}, {buffer.parts} times"
     if buffer.space not in SPACES:
         yield f"lies in {buffer.space}: none of {', '.join(SPACES)}"
     if buffer.tile is not None and (buffer.bucket is None or not _is_tile(buffer.tile)):
@@ -125,7 +125,7 @@ def partition(program: Program) -> Iterator[Fault]:
     for buffer in program.buffers.values():
         if buffer.bucket is not None:
             bucket = program.buckets[buffer.bucket]
-            needed = (program.own_length(buffer) // buffer.per,)
+            needed = (program.own_length(buffer) // buffer.per * buffer.parts,)
             if ALIGN % buffer.per:
                 yield -1, f"{buffer.name} has one element for each {buffer.per}: they do not part {ALIGN} evenly"
             if buffer.shape != needed:
@@ -147,7 +147,9 @@ def partition(program: Program) -> Iterator[Fault]:
                 yield i, f"{ref}: {buffer.name} is in no bucket and has no own slice"
             if buffer.tile is not None and ref.start is not None and ref.tile != buffer.tile:
                 yield i, f"{ref} is not of the tile that {buffer.name} is: {tile_text(buffer.tile)}"
-            if ref.shape is not None and math.prod(ref.shape) * buffer.per != (ref.stop or 0) - (ref.start or 0):
+            if ref.shape is not None and math.prod(ref.shape) * buffer.per * buffer.parts != (ref.stop or 0) - (
+                ref.start or 0
+            ):
                 yield i, f"{ref} has {math.prod(ref.shape)} elements in its shape, and others in its range"
         yield from _cut_alike(program, i, op)
 
@@ -257,8 +259,13 @@ def _unfit(program: Program, ref: Ref, value: torch.Tensor) -> str | None:
         most = min(length(program, ref), program.slice_length(bucket, cut) if cut and bucket else MOST)
         if (tile := ref.tile or buffer.tile) is not None and bucket is not None:
             most = min(most, tile[1])
-        if value.ndim != 1 or most // buffer.per > value.numel():
-            return f"{ref} has up to {most // buffer.per} elements: {wanted}"
+        most = int(most / buffer.per)
+        if (
+            value.ndim == 0
+            or tuple(value.shape[:-1]) != ((buffer.parts,) if buffer.parts > 1 else ())
+            or most > value.shape[-1]
+        ):
+            return f"{ref} has up to {most} elements: {wanted}"
     return None
 
 

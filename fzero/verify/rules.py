@@ -143,7 +143,7 @@ def reduced_once(program: Program) -> Iterator[Fault]:
     reductions: Counter[str] = Counter()
     wrote: Counter[tuple[str, int | None, int | None]] = Counter()
     for i, op in enumerate(program.ops):
-        if op.reduces and program.buffers[op.reads[0].name].kind == "grad":
+        if (op.reduces or op.exchanges) and program.buffers[op.reads[0].name].kind == "grad":
             reductions[op.reads[0].name] += 1
             if reductions[op.reads[0].name] > 1:
                 yield i, f"reduces {op.reads[0].name} a second time"

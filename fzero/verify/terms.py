@@ -30,9 +30,9 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes
-from fzero.ir.mesh import parts_of
+from fzero.ir.mesh import DATA, parts_of
 from fzero.ir.op_info import of
-from fzero.ir.records import ALIGN
+from fzero.ir.records import ALIGN, Per
 from fzero.shard.ops import TRANSFERS
 
 aten = torch.ops.aten
@@ -79,7 +79,8 @@ def _varies(value: Any) -> frozenset[str]:
 @dataclass(frozen=True)
 class Vec:
     """Terms of the leaves in a flat range, by slot. `own_slice`: only of that along this axis. `block_size`: the
-    elements of the range for each element of the value; a tuple where an op has several results. `tight`: no padding
+    elements of the range for each element of the value; a tuple where an op has several results. `parts`: of how many
+    ranks there is such a range. `tight`: no padding
     lies in the range. `shapes`: those of the leaves that no rank boundary cuts. `tile`: (i, size) where it is only
     the i-th stretch of so many elements of that."""
 
@@ -90,6 +91,7 @@ class Vec:
     tight: bool = True
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     tile: tuple[int, int] | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,10 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     if known.whole_form is not None:
         return _leaf(target, args, kwargs)
     if known.blockwise is not None:
-        first = replace(_blocks(target, args, known.blockwise[0]), block_size=known.blockwise[1])
-    elif len({(v.span, v.own_slice, v.block_size, v.tile) for v in vectors}) > 1:
+        results = known.blockwise[1]
+        first = replace(_blocks(target, args, known.blockwise[0]), parts=1)
+        first = replace(first, block_size=results) if len(results) > 1 else _ratio(first, results[0])
+    elif len({(v.span, v.own_slice, v.block_size, v.tile, v.parts) for v in vectors}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
 
     def term_of(slot: int) -> Term:
@@ -140,7 +144,7 @@ def apply(target: Any, args: Any, kwargs: Any) -> Any:
     return replace(first, slots={slot: term_of(slot) for slot in first.slots})
 
 
-def _blocks(target: Any, args: Any, wanted: tuple[int, ...]) -> Vec:
+def _blocks(target: Any, args: Any, wanted: tuple[Per, ...]) -> Vec:
     """The range of an op on blocks: its operands' columns have the ratios it wants, and no block holds padding between
     leaves. Returns the first operand, a column of whole elements."""
     operands = args[: len(wanted)]
@@ -150,8 +154,10 @@ def _blocks(target: Any, args: Any, wanted: tuple[int, ...]) -> Vec:
         raise Undefined(f"{target} wants columns with an element for each {wanted}")
     if len({(_ratio(v, ALIGN).span, v.own_slice, v.tile, *v.slots) for v in operands}) > 1:
         raise Undefined(f"{target} works on ranges that do not match")
-    if not all(v.tight for v in operands):
+    if not all(v.tight or v.block_size != 1 for v in operands):
         raise Undefined(f"{target} takes padding into the blocks of a leaf")
+    if any((v.parts > 1) != of(target).of_ranks for v in operands):
+        raise Undefined(f"{target} works on the blocks of {operands[0].parts} ranks")
     first = operands[0]
     assert isinstance(first, Vec)
     return first
@@ -170,10 +176,11 @@ def _leaf(target: Any, args: Any, kwargs: Any) -> Vec:
     return replace(vector, slots={slot: apply(of(target).whole_form, (leaf, *rest), kwargs)})
 
 
-def _ratio(vector: Vec, block_size: int) -> Vec:
+def _ratio(vector: Vec, block_size: Per) -> Vec:
     """The same range in a column with one element for each `block_size`: whole blocks."""
     start, stop = vector.span
-    return replace(vector, block_size=block_size, span=(start, -(-stop // block_size) * block_size))
+    stop = stop if block_size == 1 else -(-stop // ALIGN) * ALIGN
+    return replace(vector, block_size=block_size, span=(start, stop))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -201,10 +208,18 @@ def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
 
 
 def moved(kind: str, value: Any, axis: str, world: int, how: Any = "sum") -> Any:
-    """The term of a transfer of a value that lies in parts: what every rank, or the own part of it, has then."""
+    """The term of a transfer of a value that lies in parts: what every rank, or the own part of it, has then.
+
+    Over data axes ranks differ: parts that are exchanged do, and all of them together are the same on every rank."""
     if kind == "all_reduce":
         return reduced(value, how, axis, world, 1)
-    return term("moved", kind, axis, world, value)
+    done, over = term("moved", kind, axis, world, value), frozenset(parts_of(axis)) & frozenset(DATA)
+    return done.over(done.varies - over if kind == "all_gather" else done.varies | over)
+
+
+def exchanged(value: Any, axis: str, world: int) -> Any:
+    """The term of the own slice of every rank's value, in the order of ranks: of each slice one on all ranks."""
+    return term("exchanged", axis, world, value).over(_varies(value) - {*parts_of(axis)})
 
 
 def gathered(value: Any, axis: str) -> Any:

@@ -10,12 +10,14 @@ from fzero import progress
 from lab import commands
 from lab.mutate import (
     AXES,
+    CODED,
     HIERARCHY,
     KINDS,
     MOVES,
     ROLES,
     Report,
     draw,
+    draw_coded,
     draw_hierarchy,
     draw_offloaded,
     draw_parallel,
@@ -42,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--axes", action="store_true", help="meshes with tp alone, and the kinds of mutant that only they have"
     )
+    parser.add_argument(
+        "--coded", action="store_true", help="messages of blocks alone, and the kinds of mutant that only they have"
+    )
 
 
 @progress.quietly()
@@ -57,6 +62,8 @@ def command(arguments: argparse.Namespace) -> int:
         kinds, source = HIERARCHY, draw_hierarchy
     elif arguments.axes:
         kinds, source = AXES, draw_parallel
+    elif arguments.coded:
+        kinds, source = CODED, draw_coded
     shown: list[str] = []
 
     def show(report: Report) -> None:

@@ -27,6 +27,7 @@ from fzero.ir.records import Buffer, Ref
 from fzero.passes import optimise
 from fzero.plan.stages import batch_layout
 from fzero.plan.state_plan import Leaf, Plan
+from fzero.precision import Precision
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.verify.abstract import program_meaning
@@ -62,8 +63,9 @@ class Case:
 
 
 def draw(rng: random.Random, number: int) -> Case:
-    """The programs of this number: models in turn, everything else at random. Of sixteen two are pipelines, one a
-    relay, two have an outer data axis, two an axis `tp`, and the state of one is offloaded."""
+    """The programs of this number: models in turn, everything else at random. Of seventeen two are pipelines, one
+    a relay, two have an outer data axis, two an axis `tp`, the state of one is offloaded, and values of one travel as
+    messages of blocks."""
     names = [
         *(n for n in MODELS if n != "wide"),
         "pipeline",
@@ -74,6 +76,7 @@ def draw(rng: random.Random, number: int) -> Case:
         "offloaded",
         "parallel",
         "parallel",
+        "coded",
     ]
     name = names[number % len(names)]
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
@@ -88,6 +91,8 @@ def draw(rng: random.Random, number: int) -> Case:
         return offloaded(rng, generator, shared=shared)
     if name == "parallel":
         return parallel(rng, generator, shared=shared)
+    if name == "coded":
+        return coded(rng, generator, shared=shared)
     return _flat(rng, name, generator, {}, rng.choice((1, 2, 2, 3, 4)), shared=shared)
 
 
@@ -114,6 +119,26 @@ def hierarchy(rng: random.Random, generator: torch.Generator, *, shared: bool) -
     if rng.random() < 0.25:
         return pipeline(rng, generator, shared=shared, given={**given, "mesh": {**mesh, "dp_out": 2}})
     return _flat(rng, rng.choice(list(MODELS)), generator, given, mesh["dp_out"] * mesh["dp"], shared=shared)
+
+
+def draw_coded(rng: random.Random, number: int) -> Case:
+    """A model whose parameters and gradients travel as messages of blocks, one in three on two data axes."""
+    return coded(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)
+
+
+def coded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Case:
+    """A model with any codecs, at any stage, on any world."""
+    codecs = ("int8", "int4", "e4m3", "e5m2")
+    policy = Precision(
+        gather=rng.choice((None, *codecs)), reduce=rng.choice(codecs), compute=rng.choice((None, None, "bf16"))
+    )
+    given: dict[str, Any] = {"precision": policy}
+    world = rng.choice((2, 2, 3, 4))
+    if rng.random() < 0.34:
+        given |= {"mesh": {"dp_out": 2, "dp": 2}, "zero": rng.choice((0, 1, 2, 3, "hpz"))}
+        world = 4
+    name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
+    return _flat(rng, name, generator, given, world, shared=shared)
 
 
 def draw_offloaded(rng: random.Random, number: int) -> Case:

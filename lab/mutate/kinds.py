@@ -7,7 +7,7 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from lab.mutate import axes, hierarchy, moves, records, roles, room, timing, values, within
+from lab.mutate import axes, coded, hierarchy, moves, records, roles, room, timing, values, within
 from lab.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -69,6 +69,27 @@ AXES: dict[str, Mutation] = {
     "an integer argument": axes.with_tp(within.inside(axes.integer_argument)),
     "epsilon": axes.with_tp(within.inside(axes.epsilon)),
     "another dtype": axes.with_tp(axes.another_dtype),
+}
+
+# of programs whose values travel as messages of blocks
+CODED: dict[str, Mutation] = {
+    "another codec": on(coded.another_codec),
+    "another divisor of messages": on(coded.another_divisor),
+    "another message": on(coded.another_message),
+    "a message of another leaf": on(coded.another_leaf),
+    "messages exchanged": on(coded.messages_exchanged),
+    "a message never sent": on(coded.never_sent),
+    "messages over another axis": on(coded.sent_over_another_axis),
+    "messages sent in another way": on(coded.sent_in_another_way),
+    "a message read before it came": on(coded.read_before_it_came),
+    "stale codes": on(coded.stale_codes),
+    "another message sent": on(coded.sent_as_it_was),
+    "messages of other ranks": on(coded.one_rank_more),
+    "added up again": on(coded.coded_twice),
+    "exact for a message": on(coded.exact_instead),
+    "own message alone": on(coded.own_part_alone),
+    "another codec on one rank": on(coded.another_codec, alone=True),
+    "another divisor on one rank": on(coded.another_divisor, alone=True),
 }
 
 KINDS: dict[str, Mutation] = {
@@ -167,4 +188,5 @@ KINDS: dict[str, Mutation] = {
     **HIERARCHY,
     **MOVES,
     **AXES,
+    **CODED,
 }

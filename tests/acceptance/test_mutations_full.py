@@ -9,10 +9,12 @@ import fzero
 from fzero.verify.rules import verify
 from lab.mutate import (
     AXES,
+    CODED,
     HIERARCHY,
     KINDS,
     ROLES,
     draw,
+    draw_coded,
     draw_hierarchy,
     draw_parallel,
     draw_pipeline,
@@ -31,7 +33,7 @@ def test_eight_thousand_mutants_are_caught_and_no_program_is_refused() -> None:
     assert report.unbroken >= 200
     assert sum(report.changing.values()) >= 8000
     assert [kind for kind in KINDS if report.changing[kind] < 50] == []
-    assert len(KINDS) >= 28 + 35 + len(ROLES) + len(HIERARCHY) + len(AXES)
+    assert len(KINDS) >= 28 + 35 + len(ROLES) + len(HIERARCHY) + len(AXES) + len(CODED)
 
 
 def test_a_hundred_of_each_kind_of_pipelines_are_caught_and_no_pipeline_is_refused() -> None:
@@ -60,6 +62,16 @@ def test_fifteen_hundred_of_meshes_with_tp_are_caught_and_no_program_is_refused(
     assert sum(report.changing.values()) >= 1500
     assert [kind for kind in AXES if report.changing[kind] < 50] == []
     assert len(AXES) >= 12
+
+
+def test_a_thousand_of_messages_of_blocks_are_caught_and_no_program_is_refused() -> None:
+    report = run(count=1000, seed=0, each=50, unbroken=60, kinds=tuple(CODED), source=draw_coded)
+    print(report)
+    assert report.missed == []
+    assert report.refused == []
+    assert sum(report.changing.values()) >= 1000
+    assert [kind for kind in CODED if report.changing[kind] < 50] == []
+    assert len(CODED) >= 15
 
 
 def test_no_text_brings_verify_to_another_end_than_an_answer() -> None:

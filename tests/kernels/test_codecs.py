@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.kernels import quantize
-from fzero.kernels.codecs import CODECS, BlockCodec, codec_named, decode, decode_mean, encode, message_bytes
+from fzero.kernels import codecs, quantize
+from fzero.kernels.codecs import (
+    CODECS,
+    BlockCodec,
+    codec_named,
+    decode,
+    decode_mean,
+    decode_sum,
+    encode,
+    message_bytes,
+)
 
 ALL = pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
 SIZES = (1, 7, 63, 64, 65, 200, 640)
@@ -47,8 +56,27 @@ def test_values_are_the_references(codec: BlockCodec, size: int, dtype: torch.dt
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_are_those_of_the_quantize_kernel(bits: int) -> None:
     codes, scales = quantize.quantize_reference(made(640), bits)
-    whole = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)])
-    assert torch.equal(encode(made(640), CODECS[f"int{bits}"]), whole)
+    blocks = torch.cat([codes.view(torch.uint8).view(10, -1), scales.view(torch.uint8).view(10, -1)], 1)
+    assert torch.equal(encode(made(640), CODECS[f"int{bits}"]), blocks.flatten())
+
+
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large rows are coded some blocks at a time."""
+    x = made(3 * 1000).view(3, 1000)
+    whole = {name: encode(x, codec) for name, codec in CODECS.items()}
+    sums = {name: decode_sum(whole[name], 3, codec) for name, codec in CODECS.items()}
+    monkeypatch.setattr(codecs, "CHUNK", 256)
+    for name, codec in CODECS.items():
+        assert torch.equal(encode(x, codec), whole[name])
+        assert torch.equal(decode_sum(whole[name], 3, codec), sums[name])
+
+
+def test_a_stretch_of_blocks_is_a_stretch_of_bytes() -> None:
+    """So a rank's slice of a message is the message of its slice."""
+    for codec in CODECS.values():
+        message = encode(made(640), codec)
+        part = message[codec.block_bytes * 2 : codec.block_bytes * 5]
+        assert torch.equal(part, encode(made(640)[128:320], codec))
 
 
 @ALL

@@ -20,6 +20,7 @@ from lab.mutate import (
     KINDS,
     Bench,
     draw,
+    draw_coded,
     draw_hierarchy,
     draw_offloaded,
     draw_parallel,
@@ -33,8 +34,8 @@ from lab.mutate.oracle import difference, outcome
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, EACH = {draw: 8, draw_pipeline: 2, draw_hierarchy: 1, draw_offloaded: 2, draw_parallel: 1}, 3
-ALL_UNBROKEN = {draw: 14, draw_pipeline: 3, draw_hierarchy: 2, draw_offloaded: 3, draw_parallel: 4}
+UNBROKEN, EACH = {draw: 8, draw_pipeline: 2, draw_hierarchy: 1, draw_offloaded: 2, draw_parallel: 1, draw_coded: 2}, 3
+ALL_UNBROKEN = {draw: 14, draw_pipeline: 3, draw_hierarchy: 2, draw_offloaded: 3, draw_parallel: 4, draw_coded: 4}
 
 
 @pytest.fixture(scope="module")

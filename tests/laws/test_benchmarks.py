@@ -179,7 +179,7 @@ def test_every_process_gets_one_thread_and_the_same_malloc(monkeypatch: pytest.M
 def test_a_slow_link_without_rights_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(link.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
-    with pytest.raises(SystemExit, match="needs root and iproute2: not root"), link.gigabit():
+    with pytest.raises(SystemExit, match="needs root and iproute2: not root"), link.shaped("1gbit"):
         pass
 
 

@@ -13,11 +13,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from pages import DOCS, ROOT, page_id
 
 import fzero
 
 HOW = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 MODULES = sorted(m.name for m in pkgutil.walk_packages(fzero.__path__, "fzero.") if "__main__" not in m.name)
 
 
@@ -46,7 +46,7 @@ def test_examples_run(name: str) -> None:
     assert failed == 0
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in DOCS if ">>>" in p.read_text(encoding="utf-8")], ids=page_id)
 def test_documents_run(path: Path) -> None:
     needs_accelerate(path.stem)
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
@@ -56,7 +56,7 @@ def test_documents_run(path: Path) -> None:
 def test_import_fzero_alone_gives_what_the_documents_name_without_triton() -> None:
     named = {
         name
-        for path in [*DOCS, DOCS[0].parents[1] / "README.md"]
+        for path in [*DOCS, ROOT / "README.md"]
         for name in re.findall(r"(?<!ops\.)\bfzero\.([a-z_]+)\b(?!\.(?:py|md|toml))", path.read_text(encoding="utf-8"))
     }
     script = f"""

@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+from pages import DOCS, ROOT, page_id
 
-ROOT = Path(__file__).parents[2]
 LIST = ROOT / "CONTRIBUTING.md"
-PAGES = [ROOT / "README.md", LIST, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", LIST, *DOCS]
 
 
 def phrases(page: str) -> list[str]:
@@ -38,7 +38,7 @@ def uses(page: str, avoided: list[str]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_a_page_has_no_phrase_that_the_word_list_replaces(path: Path) -> None:
     avoided = phrases(LIST.read_text(encoding="utf-8"))
     assert uses(path.read_text(encoding="utf-8"), avoided) == []
@@ -56,7 +56,7 @@ def test_a_phrase_over_a_line_end_is_found_and_one_in_code_is_not() -> None:
     assert uses(page, ["lies in parts"]) == ["A leaf lies in parts. It relies in parts."]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=page_id)
 def test_examples_are_fenced(path: Path) -> None:
     """A bare `>>>` is a block quote to Markdown."""
     outside = re.sub(r"^( *)```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)

@@ -146,7 +146,7 @@ def test_ranks_of_two_namespaces_share_no_memory() -> None:
 def test_two_nodes_have_the_bits_of_one_over_messages() -> None:
     """Two network namespaces and a link of 1 Gbit/s: a pipeline, and what the doctor says of the link."""
     try:
-        with link.gigabit() as wire:
+        with link.shaped("1gbit") as wire:
             ranks = on_nodes(wire)
     except SystemExit as lack:
         pytest.skip(str(lack))

@@ -11,7 +11,7 @@ from typing import Any
 from fzero.errors import SpecError
 from fzero.interop.config.config_calls import ConfigCall
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC, ZERO
-from fzero.interop.config.deepspeed_optimizers import optimizer
+from fzero.interop.config.deepspeed_optimizers import TAKES_LOCAL, optimizer
 from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger
 from fzero.interop.config.others import refuse_others
@@ -75,7 +75,7 @@ def translated(ledger: Ledger, ranks: int) -> Given:
         **placed,
         "microbatches": steps,
         **precision,
-        **_clipping(ledger),
+        **_clipping(ledger, chosen is not None and chosen.name in TAKES_LOCAL),
         **_zero(ledger, compute),
     }
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -238,15 +238,16 @@ def _precision(ledger: Ledger) -> tuple[str | None, dict[str, Any]]:
     if fp16 and bf16:
         ledger.refuse("bf16.enabled", "fp16 is enabled too", "enable one of them")
     compute = "fp16" if fp16 else "bf16" if bf16 else None
-    if by_op := _autocast(ledger, compute, sent):
+    coded = _codecs(ledger)
+    if by_op := _autocast(ledger, compute, sent, coded):
         _same_dtype(ledger, None)
         return None, by_op
     _same_dtype(ledger, compute)
     if compute:
         ledger.became(f"{compute}.enabled", f"Spec(precision=): parameters held in fp32, computed in {compute}")
-    if compute is None and sent in (None, "fp32"):
+    if compute is None and sent in (None, "fp32") and not coded:
         return None, {}
-    named = {"compute": compute, "reduce": sent or compute, "loss_scale": scale if fp16 else None}
+    named = {"compute": compute, "reduce": sent or compute, "loss_scale": scale if fp16 else None, **coded}
     fields: dict[str, Any] = {
         "precision": ConfigCall("fzero.Precision", (), {n: v for n, v in named.items() if v is not None})
     }
@@ -254,13 +255,29 @@ def _precision(ledger: Ledger) -> tuple[str | None, dict[str, Any]]:
         fields["nonfinite"] = "skip"
     elif bf16:
         ledger.became("bf16.check_grad_overflow", "no step is skipped")
-    if compute and not sent:
+    if compute and not sent and "reduce" not in coded:
         note = f"Precision(reduce={compute!r}): gradients travel in the computed dtype"
         ledger.became("communication_data_type", note)
     return compute, fields
 
 
-def _autocast(ledger: Ledger, compute: str | None, sent: str | None) -> dict[str, Any]:
+def _codecs(ledger: Ledger) -> dict[str, Any]:
+    """The codecs of ZeRO++, which is of stage 3, as fields of a Precision."""
+    codecs = {}
+    for key, field, codec in (("weights", "gather", "int8"), ("gradients", "reduce", "int4")):
+        path = f"{ZERO}.zero_quantized_{key}"
+        if not ledger.take(path):
+            continue
+        if ledger.values.get(f"{ZERO}.stage") != 3:
+            ledger.refuse(
+                path, "it is of stage 3", f"write stage 3; Precision({field}={codec!r}) goes with every stage"
+            )
+        codecs[field] = codec
+        ledger.became(path, f"Precision({field}={codec!r}): blocks of 64; leaves of one dim and embeddings stay exact")
+    return codecs
+
+
+def _autocast(ledger: Ledger, compute: str | None, sent: str | None, coded: Mapping[str, str]) -> dict[str, Any]:
     """The fields of `torch_autocast`; empty where it is off. For fp16 DeepSpeed takes torch's GradScaler."""
     enabled, dtype = ledger.take("torch_autocast.enabled"), str(ledger.take("torch_autocast.dtype"))
     if not enabled:
@@ -268,10 +285,10 @@ def _autocast(ledger: Ledger, compute: str | None, sent: str | None) -> dict[str
     if compute:
         ledger.refuse("torch_autocast.enabled", f"{compute} is enabled too", "enable one of them")
     by_op = "autocast" if "b" in dtype.removeprefix("torch.") else "autocast_fp16"
-    named: dict[str, Any] = {"compute": by_op, "reduce": sent or "fp32"}
+    named: dict[str, Any] = {"compute": by_op, "reduce": sent or "fp32", **coded}
     if by_op != "autocast":
         named["loss_scale"] = GRAD_SCALER
-    if not sent:
+    if not sent and "reduce" not in coded:
         note = "Precision(reduce='fp32'): DeepSpeed sends gradients of Linear and Conv in autocast's dtype"
         ledger.became("communication_data_type", note)
     return {"precision": ConfigCall("fzero.Precision", (), named)}
@@ -301,17 +318,26 @@ def _same_dtype(ledger: Ledger, compute: str | None) -> None:
             ledger.refuse(f"data_types.{name}", f"it is {needed} here", "take it out")
 
 
-def _clipping(ledger: Ledger) -> dict[str, Any]:
-    """DeepSpeed clips at 1.0 where nothing is said; 0 clips nothing, and ZeRO measures the norm all the same."""
+def _clipping(ledger: Ledger, local: bool) -> dict[str, Any]:
+    """DeepSpeed clips at 1.0 where nothing is said; 0 clips nothing, and ZeRO measures the norm all the same. local:
+    the optimizer takes local gradients, which have no common norm."""
     limit = ledger.take(CLIPPING)
+    if local:
+        if ledger.has(CLIPPING) and limit:
+            why = "the optimizer reduces what it makes of each rank's gradients, so there is no norm of their mean"
+            ledger.refuse(CLIPPING, why, f"write {CLIPPING} 0")
+        ledger.became(CLIPPING, "nothing is clipped: the optimizer takes each rank's own gradients")
+        limit = 0
     measured = ledger.take(f"{ZERO}.compute_grad_norm")
     if not measured:
         ledger.became(f"{ZERO}.compute_grad_norm", 'metrics["grad_norm"] only where something is clipped')
-    if not ledger.has(CLIPPING):
+    if not ledger.has(CLIPPING) and not local:
         note = f"Spec(clip_norm={limit}): DeepSpeed's default since 0.19.3"
         ledger.became(CLIPPING, note)
     if limit:
         return {"clip_norm": limit}
+    if local:
+        return {}
     ledger.became(CLIPPING, "nothing is clipped")
     return {"clip_norm": math.inf} if measured and ledger.has(f"{ZERO}.compute_grad_norm") else {}
 

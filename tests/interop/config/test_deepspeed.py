@@ -129,9 +129,27 @@ def test_other_optimizers(kind: str, params: dict[str, Any], text: str) -> None:
     assert isinstance(ds_config({**ROWS, "optimizer": {"type": kind, "params": params}})["optimizer"], tuple)
 
 
+def test_onebit_adam_maps_again_with_a_note() -> None:
+    """Its phases are the optimizer's; DeepSpeed's has no bias correction, whatever it is told."""
+    params = {"lr": 0.1, "freeze_step": 400, "weight_decay": 0.01, "cuda_aware": False, "comm_backend_name": "nccl"}
+    text = adam("OneBitAdam", **params)
+    assert text == "fzero.optim.onebit_adam(0.1, 400, weight_decay=0.01, bias_correction=False)"
+    assert adam("onebitadam", lr=0.1, bias_correction=True).startswith("fzero.optim.onebit_adam(0.1, 100000, ")
+    given = ds_config({**ROWS, "optimizer": {"type": "OneBitAdam", "params": params}})
+    assert given["optimizer"].at(399) == "warmup"
+    assert given["optimizer"].at(400) == "coded"
+    assert "each 64 elements have a scale of their own" in str(given)
+    assert "clip_norm" not in given
+    clipped = {**ROWS, "gradient_clipping": 0.5, "optimizer": {"type": "OneBitAdam", "params": params}}
+    assert refused(clipped) == ["gradient_clipping"]
+    assert refused({**ROWS, "optimizer": {"type": "Adam", "params": {"freeze_step": 4}}}) == [
+        "optimizer.params.freeze_step"
+    ]
+
+
 def test_optimizers_that_are_refused() -> None:
     for kind, words in (
-        ("Lamb", "bounds its trust ratio"), ("OneBitAdam", "has removed it"), ("MuAdam", "library mup"),
+        ("Lamb", "bounds its trust ratio"), ("ZeroOneAdam", r"has it as a Spec\(step="), ("MuAdam", "library mup"),
         ("AdamX", "fzero has no optimizer of this name. Did you mean 'Adam"), ("sgd", "Did you mean 'SGD'"),
         ("Elephant", "Known are Adam, AdamW, Lion"),
     ):  # fmt: skip
@@ -394,6 +412,25 @@ def test_two_data_axes() -> None:
         "zero_optimization.zero_hpz_partition_size"]  # fmt: skip
     assert refused({**ROWS, "zero_optimization": {"stage": 3, "mics_shard_size": 3}}, world_size=4) == [
         "zero_optimization.mics_shard_size"]  # fmt: skip
+
+
+def test_messages_of_blocks() -> None:
+    """ZeRO++: qwZ and qgZ, alone and with hpZ."""
+
+    def precision(**zero: Any) -> str:
+        return str(fields({"zero_optimization": {"stage": 3, **zero}}, world_size=8).get("precision"))
+
+    assert precision() == "None"
+    assert precision(zero_quantized_weights=True) == "fzero.Precision(gather='int8')"
+    assert precision(zero_quantized_gradients=True) == "fzero.Precision(reduce='int4')"
+    both = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    assert precision(**both, zero_hpz_partition_size=4) == "fzero.Precision(reduce='int4', gather='int8')"
+    low = fields({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **both}})
+    assert low["precision"] == "fzero.Precision(compute='bf16', reduce='int4', gather='int8')"
+    by_op = {"torch_autocast": {"enabled": True}, "zero_optimization": {"stage": 3, **both}}
+    assert fields(by_op)["precision"] == "fzero.Precision(compute='autocast', reduce='int4', gather='int8')"
+    wrong = {**ROWS, "zero_optimization": {"stage": 2, **both}}
+    assert refused(wrong) == ["zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"]
 
 
 def test_pipelines_and_layers_in_parts() -> None:

@@ -90,6 +90,8 @@ SPECIAL: dict[str, list[tuple[str, Any]]] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": [("bf16.enabled", True)],
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": [("bf16.enabled", True)],
     "scheduler.type": [("optimizer.type", "Adam")],
+    "zero_optimization.zero_quantized_weights": [("zero_optimization.stage", 3)],
+    "zero_optimization.zero_quantized_gradients": [("zero_optimization.stage", 3)],
 }
 VALUES: dict[str, Any] = {
     "communication_data_type": "bf16", "optimizer.type": "SGD", "scheduler.type": "WarmupLR", "log_level": "debug",
@@ -477,7 +479,7 @@ def test_files_of_other_programs_are_called_by_name(document: dict[str, Any], na
 
 
 @pytest.mark.parametrize(
-    "kind", ["OneBitAdam", "Adamax", "adamw_bnb_8bit", "Adafactor", "SparseAdam", "Adan", "PAdam", "AdEMAMix"]
+    "kind", ["OneBitLamb", "Adamax", "adamw_bnb_8bit", "Adafactor", "SparseAdam", "Adan", "PAdam", "AdEMAMix"]
 )
 def test_another_algorithm_is_never_suggested(kind: str) -> None:
     with pytest.raises(ConfigError) as error:

@@ -19,7 +19,7 @@ from fzero.ir import segments
 @dataclass(frozen=True)
 class LeafCall:
     """`target(x, *args, **kwargs)` for a 1-D `x` of `numel` elements like `source`; the result is like `result`, 0-d
-    or, with `flat`, of x's elements."""
+    or 1-D of `gives` elements."""
 
     target: Any
     source: torch.Tensor
@@ -27,7 +27,7 @@ class LeafCall:
     numel: int
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
-    flat: bool = False
+    gives: int | None = None
 
 
 def leafwise(calls: Sequence[LeafCall]) -> fx.GraphModule:
@@ -38,7 +38,7 @@ def leafwise(calls: Sequence[LeafCall]) -> fx.GraphModule:
     results = []
     mode = FakeTensorMode()
     for call, holder, target in zip(calls, holders, targets, strict=True):
-        shape = (call.numel,) if call.flat else ()
+        shape = () if call.gives is None else (call.gives,)
         holder.meta["val"] = fake_empty(mode, (call.numel,), call.source.dtype, call.source.device)
         target.meta["val"] = fake_empty(mode, shape, call.result.dtype, call.result.device)
         results.append(graph.call_function(call.target, (holder, *call.args), dict(call.kwargs)))

@@ -1,0 +1,70 @@
+"""The package: one version in all files, extras that are pinned, and an import that needs no extra."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fzero
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = ("transformers", "accelerate", "peft", "rich", "matplotlib", "yaml", "deepspeed", "datasets", "ray", "IPython")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return found
+
+
+def test_there_is_one_version(project: dict[str, Any]) -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert project["version"] == fzero.__version__
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [fzero.__version__]
+    assert re.findall(r"^license: (.+)$", citation, re.MULTILINE) == [project["license"]]
+
+
+def test_every_library_that_make_installs_is_pinned(project: dict[str, Any]) -> None:
+    """pip would take the newest of what has no line in constraints.txt."""
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    wanted = {
+        re.split(r"[>=<;\[ ]", requirement)[0]
+        for extra, requirements in project["optional-dependencies"].items()
+        for requirement in requirements
+        if extra != "config"
+    }
+    assert wanted - pinned == set()
+
+
+def test_fzero_and_its_command_import_without_any_extra() -> None:
+    """In a process that cannot import what only extras install."""
+    script = f"""
+        import sys
+
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {EXTRAS}:
+                    raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+        sys.meta_path.insert(0, Absent())
+        import fzero
+        from fzero import cli
+        missing = [name for name in fzero.__all__ if not hasattr(fzero, name)]
+        assert not missing, missing
+        assert cli.main(["version"]) == 0
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_pages_and_texts_need_is_in_the_package() -> None:
+    """Files that are no Python, beside the modules that read them: the wheel takes the folder as it is."""
+    for name in ("explain/explain.css", "explain/explain.js", "profile/page.css", "profile/page.js", "py.typed"):
+        assert (ROOT / "fzero" / name).is_file()
