@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def mistral(window: int, tokens: int, rounds: int) -> dict[str, Any]:
     models = {}
     for name in ("sdpa", register_attention()):
         torch.manual_seed(0)
-        models[name] = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        models[name] = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=name)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for number in range(rounds + 1):
         for name, model in models.items():

@@ -233,7 +233,9 @@ def attention_out(
     numbers = (left, right, scale, q.shape[3], v.shape[3])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     programs = q.shape[0] * q.shape[1] * (q.shape[2] // constants["TILE"])
-    _triton.launch(_forward_kernel, programs, q.device, out, q, k, v, *head, *strides, *tail, *numbers, **constants)
+    args = (out, q, k, v, *head, *strides, *tail, *numbers)
+    stages = 3 if constants["DIM"] <= 128 else 1  # more would spill
+    _triton.launch(_forward_kernel, programs, q.device, *args, num_stages=stages, **constants)
     return out
 
 
@@ -265,7 +267,7 @@ def _common(
     wide = [max(16, 1 << (x.shape[3] - 1).bit_length()) for x in (q, v)]
     constants: dict[str, Any] = {
         "TILE": tile, "RATIO": block // tile, "DIM": wide[0], "VALUE_DIM": wide[1], "TABLE": table is not None,
-        "DOCUMENTS": documents is not None, "num_warps": 8 if tile * max(wide) >= 64 * 64 else 4,
+        "DOCUMENTS": documents is not None, "num_warps": 8 if tile * max(wide) * q.element_size() >= 32 * 64 * 4 else 4,
     }  # fmt: skip
     ids, tiles = q if documents is None else documents.contiguous(), q.shape[2] // tile
     if table is None:
