@@ -8,6 +8,7 @@ In the comments B is the batch, T the sequence, D the width, H the heads, K = 64
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import fzero
 
 Params = dict[str, Any]  # nested dicts and lists of tensors
 Batch = dict[str, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 VOCABULARY = 256
 HEAD_DIM = 64
@@ -91,10 +93,15 @@ def linear(params: Params, x: Tensor) -> Tensor:
     return F.linear(x, params["weight"], params["bias"])
 
 
-def attention(params: Params, x: Tensor) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each byte looks at all bytes up to itself."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention(params: Params, x: Tensor, attend: Attend) -> Tensor:
     heads = (*x.shape[:2], 3, -1, HEAD_DIM)
     q, k, v = linear(params["qkv"], x).view(heads).permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, K)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, K)
+    mixed = attend(q, k, v)  # (B, H, T, K)
     return linear(params["project"], mixed.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
@@ -102,19 +109,22 @@ def mlp(params: Params, x: Tensor) -> Tensor:
     return linear(params["down"], F.gelu(linear(params["up"], x), approximate="tanh"))
 
 
-def gpt(params: Params, tokens: Tensor) -> Tensor:
-    """Logits (B, T, vocabulary) for the byte after each of `tokens` (B, T), int64, T at most `config.sequence`."""
+def gpt(params: Params, tokens: Tensor, attend: Attend = causal) -> Tensor:
+    """Logits (B, T, vocabulary) for the byte after each of `tokens` (B, T), int64, T at most `config.sequence`.
+
+    `attend(q, k, v)` is the attention of a layer, each (B, H, T, K).
+    """
     x = F.embedding(tokens, params["tokens"]) + params["positions"][: tokens.shape[1]]  # (B, T, D)
     for block in params["blocks"]:
-        x = x + attention(block["attention"], norm(block["norm1"], x))
+        x = x + attention(block["attention"], norm(block["norm1"], x), attend)
         x = x + mlp(block["mlp"], norm(block["norm2"], x))
     output = params.get("output")
     return F.linear(norm(params["norm"], x), params["tokens"] if output is None else output)
 
 
-def loss_fn(params: Params, batch: Batch) -> Tensor:
+def loss_fn(params: Params, batch: Batch, attend: Attend = causal) -> Tensor:
     """Mean cross-entropy in nats per byte; `batch["x"]` and `batch["y"]` are (B, T), y one byte further than x."""
-    logits = gpt(params, batch["x"])
+    logits = gpt(params, batch["x"], attend)
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["y"].flatten())
 
 

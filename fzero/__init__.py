@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, hardware, optim, random
+from fzero import checkpoint, data, hardware, optim, random, sparse
 from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, lower, step
 from fzero.capture.joint import Mean
@@ -14,6 +14,7 @@ from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
+from fzero.error_feedback import CodedError, coded_error, coded_mean
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -46,6 +47,7 @@ from fzero.functional import (
 from fzero.ir.parse import parse
 from fzero.ir.program import Program
 from fzero.log import Log
+from fzero.phases import Phases
 from fzero.pipeline import Pipeline, Schedule
 from fzero.planner import Planned, plan
 from fzero.precision import LossScale, Precision
@@ -62,6 +64,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "Checkpointer",
+    "CodedError",
     "ConfigError",
     "CorruptError",
     "DataError",
@@ -78,6 +81,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadError",
     "P",
+    "Phases",
     "Pipeline",
     "Planned",
     "Precision",
@@ -91,6 +95,8 @@ __all__ = [
     "VerifyError",
     "axis_index",
     "checkpoint",
+    "coded_error",
+    "coded_mean",
     "constrain",
     "data",
     "evaluate",
@@ -115,6 +121,7 @@ __all__ = [
     "save",
     "scan",
     "simulate",
+    "sparse",
     "static",
     "step",
     "unshard",

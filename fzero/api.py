@@ -56,7 +56,9 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
     """
     spec = by_flags(spec, params) if isinstance(spec, Spec) else spec
     world = World.open("init", spec, params)
-    return world.state("init", spec, lambda: recipe_for(spec, params, key, world.device))
+    return world.state(
+        "init", spec, lambda: recipe_for(spec, params, key, world.device, mesh_of(spec, world.size).data_ranks)
+    )
 
 
 @keeps_state
@@ -143,6 +145,7 @@ def lower(
     world_size: int | None = None,
     key: torch.Tensor | None = None,
     decisions: Decisions | Deciders | None = None,
+    phase: str = "",
 ) -> Lowered:
     """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
 
@@ -151,6 +154,8 @@ def lower(
     the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one for each role,
     `lowered.programs[role]`. `lowered.memory` has the planned bytes per rank; `lowered.choices` says what fzero chose.
     `lowered.decisions` is a record of all that was decided, with reasons.
+
+    phase: of a spec with `fzero.Phases`, the name of the one to lower; "" for the first. `lowered.phase` is its name.
 
     decisions: such a record makes the same program again. Raises SpecError where the spec or the step contradicts it.
     It may also be the functions that decide (`fzero.compile.decide.Deciders`).
@@ -171,7 +176,7 @@ def lower(
     device = torch.device(spec.device or "cpu")
     transport = transport_name(device, spec.transfers)
     device = device if backend.of(device).calls.available() else torch.device("cpu")  # shapes do not need the device
-    recipe = recipe_for(spec, params_like, key, device)
+    recipe = recipe_for(spec, params_like, key, device, mesh.data_ranks)
     deciders = decide.table(spec, decisions)
     costs = kept_bucket_costs(transport, mesh)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
@@ -180,7 +185,9 @@ def lower(
         if isinstance(leaf, torch.Tensor):
             check_leaf(leaf_name("batch", path), leaf)
     with progress.shown("lowering the step"):
-        lowered = checked_step(spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders)
+        lowered = checked_step(
+            spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase
+        )
     decide.check_strategies(lowered.decisions, decisions)
     return lowered
 
@@ -202,9 +209,12 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
             raise DonatedError(f"this state ({leaf_name('state', paths[0])}{more}) {state.life.ended}")
         batch = tree.plain(batch)
-        batch = runtime.settled(batch) if fn is None else {**batch, "batch": runtime.settled(batch["batch"], fn)}
+        if fn is None:
+            batch = runtime.settled(batch, step=state.step)
+        else:
+            batch = {**batch, "batch": runtime.settled(batch["batch"], fn)}
         _check_batch(batch if fn is None else batch["batch"], runtime.device)
-        lowered = runtime.compiled(batch, fn)
+        lowered = runtime.compiled(batch, fn, state.step)
         digest = " ".join([lowered.digest, *(x.text for x in tree.flatten(batch)[1] if isinstance(x, Static))])
         if backend.of(runtime.device).on_host:  # where a sum rounds by the number of threads
             digest += f", threads={torch.get_num_threads()}"

@@ -23,6 +23,7 @@ from fzero.capture.joint_region import combined, means, region_outputs
 from fzero.capture.provenance import describe, user_line
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.mesh import DATA, PIPELINE, parts_of
+from fzero.kernels.codecs import CODECS
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 from fzero.shard.ops import constrained
@@ -39,6 +40,7 @@ def value_and_grad(
     key: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
+    reduce: bool = True,
 ) -> Callable[..., Any]:
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
@@ -55,6 +57,11 @@ def value_and_grad(
     (dropout) are made from it. `scale` (a scalar) multiplies the loss before the backward and divides the gradients
     after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
 
+    With `reduce=False` the gradients are this rank's own: over its microbatches and not over the ranks. They differ
+    between ranks, and their mean over these is the gradient that `reduce=True` gives. Reduce what is made of them, as
+    with `fzero.coded_mean`; the analysis of the step names a leaf of the state where that is forgotten. The loss is
+    the mean all the same.
+
     A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero). Outside a
     step it computes the same for one rank and one microbatch.
 
@@ -62,7 +69,7 @@ def value_and_grad(
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
-    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision)
+    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision, reduce)
 
 
 def with_metrics(
@@ -71,6 +78,7 @@ def with_metrics(
     key: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
+    reduce: bool = True,
 ) -> Callable[..., Any]:
     """`value_and_grad` of the loss of a `Spec`, which may return `(loss, {"name": tensor or fzero.Mean})`.
 
@@ -84,12 +92,13 @@ def with_metrics(
     >>> float(value), {name: float(metric) for name, metric in metrics.items()}
     (2.0, {'largest': 3.0, 'positive': 0.5})
     """
-    return _gradient(fn, False, True, 1, None, None, key, scale, precision)
+    return _gradient(fn, False, True, 1, None, None, key, scale, precision, reduce)
 
 
 def _gradient(
     fn: Callable[..., Any], has_aux: bool, metrics: bool, batch_argnum: int, allow_unused: bool | None,
     microbatches: int | None, key: torch.Tensor | None, scale: torch.Tensor | None, precision: str | Precision | None,
+    reduce: bool,
 ) -> Callable[..., Any]:  # fmt: skip
     """`value_and_grad` or `with_metrics`."""
     _check_options(fn, batch_argnum, microbatches, key, scale)
@@ -103,8 +112,9 @@ def _gradient(
         joint = Joint(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux, metrics,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
-            key=key, scale=scale, microbatches=num, enter=_entering(tracing),
+            key=key, scale=scale, microbatches=num, enter=_entering(tracing), reduce=reduce,
         )  # fmt: skip
+        _check_codec(joint.precision, tracing, reduce)
         _check_params(joint.paths, joint.leaves)
         if joint.precision.loss_scale is not None and scale is None:
             raise CaptureError(
@@ -316,6 +326,23 @@ def _check_options(fn: Any, batch_argnum: Any, microbatches: Any, key: Any, scal
 def _check_key(name: str, key: Any) -> None:
     if key is not None and not is_key(key):
         raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
+
+
+def _check_codec(chosen: Precision, tracing: Tracing | None, reduce: bool) -> None:
+    """Raises CaptureError where gradients would not travel in the codec that is asked for."""
+    if chosen.reduce not in CODECS or tracing is None:
+        return
+    if not reduce:
+        raise CaptureError(
+            f"Precision(reduce={chosen.reduce!r}): these gradients stay on their rank (reduce=False, or an optimizer "
+            f"with takes='local'), so none travels in it. Write fzero.coded_mean(grads, codec={chosen.reduce!r}) where "
+            "they are averaged, and take reduce= out"
+        )
+    if chosen.reduce != tracing.precision.reduce:
+        raise CaptureError(
+            f"value_and_grad(precision=Precision(reduce={chosen.reduce!r})): the codec of gradients lies in the layout "
+            "of the state, which the Spec says: Spec(precision=...) with the same reduce="
+        )
 
 
 def _policy(value: str | Precision | None, tracing: Tracing | None) -> Precision:

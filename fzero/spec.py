@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from fzero.errors import SpecError
 from fzero.field_checks import needs
+from fzero.ir.mesh import PIPELINE
+from fzero.kernels.codecs import CODECS
 from fzero.optim import GradientTransformation
+from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
 from fzero.plan.memory_use import MemoryUse
 from fzero.plan.parallelism import DEFAULT_PARAMS, Parallelism
@@ -35,8 +38,8 @@ class Spec:
     loss: `(params, batch) -> scalar floating tensor` or `fzero.Mean`, pure. params are full tensors there; batch is
     this rank's shard of the global batch. Or `-> (that, {"name": tensor or fzero.Mean})`: metrics, averaged over
     microbatches and ranks.
-    optimizer: an `fzero.optim` transformation (optax's `init` and `update`).
-    step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees.
+    optimizer: an `fzero.optim` transformation (optax's `init` and `update`), or `fzero.Phases` of them.
+    step: instead of the two: `(state, batch) -> (new state, metrics)` over any pytrees, or `fzero.Phases` of such.
     mesh: axis sizes, the last varying fastest over ranks, as {"pp": 2, "dp": 4}. `dp` splits the batch; so does
     `dp_out`, over a slower link (see `zero`). `pp` splits the model into stages (see `pipeline`). An axis of any other
     name, such as `tp`, splits layers (see `shard`). Ranks that differ only in such an axis or in `pp` must be given the
@@ -121,8 +124,8 @@ class Spec:
     """
 
     loss: Callable[..., Any] | None = None
-    optimizer: GradientTransformation | None = None
-    step: Callable[..., Any] | None = None
+    optimizer: GradientTransformation | Phases[GradientTransformation] | None = None
+    step: Callable[..., Any] | Phases[Callable[..., Any]] | None = None
     mesh: Mapping[str, int] | str | None = None
     shard: Mapping[str, P] | None = None
     sequence: str | None = None
@@ -186,13 +189,33 @@ class Spec:
         """How the program is run: compile, matmul, transfers, cuda_graph, on_change, allow_unused, timeout, device."""
         return self._group(RunOptions)
 
+    @property
+    def phases(self) -> Phases[Any] | None:
+        """Of an optimizer or a step with phases, these; else None."""
+        chosen = self.optimizer if self.step is None else self.step
+        return chosen if isinstance(chosen, Phases) else None
+
+    def in_phase(self, name: str = "") -> Spec:
+        """The spec of one phase, "" for the first. Without phases it is the spec itself. Raises SpecError."""
+        phases = self.phases
+        if phases is None:
+            needs(not name, "phase", name, "none: neither the optimizer nor the step has phases")
+            return self
+        if name and name not in phases.each:
+            raise SpecError(f"phase={name!r}: needed one of {', '.join(map(repr, phases.each))}")
+        field_name = "optimizer" if self.step is None else "step"
+        chosen = replace(self, **{field_name: phases[name or phases.first]})
+        chosen.__dict__["_given"] = self.given
+        return chosen
+
     def _group(self, record: type[Group]) -> Group:
         return record(**{f.name: getattr(self, f.name) for f in fields(record)})  # type: ignore[arg-type]
 
     def _check_form(self) -> None:
         """Checks `loss` and `optimizer`, or `step`."""
         if self.step is not None:
-            needs(callable(self.step), "step", self.step, "a function (state, batch) -> (state, metrics)")
+            for step in each_of(self.step):
+                needs(callable(step), "step", step, "a function (state, batch) -> (state, metrics)")
             for name in ("loss", "optimizer", "clip_norm", "clip_value", "trainable", "nonfinite"):
                 if getattr(self, name) is not None:
                     raise SpecError(
@@ -204,13 +227,11 @@ class Spec:
             missing = "loss" if self.loss is None else "optimizer"
             raise SpecError(f"Spec needs {missing}=. Give loss= and optimizer=, or step=")
         needs(callable(self.loss), "loss", self.loss, "a function (params, batch) -> loss")
-        needs(
-            isinstance(self.optimizer, GradientTransformation),
-            "optimizer",
-            self.optimizer,
-            "one of fzero.optim, as adamw(3e-4)",
-        )
+        for tx in each_of(self.optimizer):
+            needs(isinstance(tx, GradientTransformation), "optimizer", tx, "one of fzero.optim, as adamw(3e-4)")
         needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
+        if any(tx.takes == "local" for tx in each_of(self.optimizer)):
+            _check_local(self)
 
     def _check_scale(self) -> None:
         chosen = self.numerics.policy
@@ -233,6 +254,33 @@ class Spec:
         raise SpecError(
             "a Spec cannot be pickled: it holds functions. Make it in each process, by a function of your own. What "
             "training made is kept by fzero.save(state, folder), or on the host by fzero.checkpoint.snapshot(state)"
+        )
+
+
+def _check_local(spec: Spec) -> None:
+    """Raises SpecError for a field that an optimizer of local gradients leaves no place for."""
+    takes = "the optimizer takes each rank's own gradients and reduces them itself"
+    if spec.clip_norm is not None:
+        raise SpecError(f"Spec(clip_norm={spec.clip_norm}): {takes}, so there is no norm of their mean. Leave it out")
+    if spec.clip_value is not None:
+        raise SpecError(
+            f"Spec(clip_value={spec.clip_value}): {takes}, so the elements of their mean are not known. Leave it out"
+        )
+    if spec.numerics.policy.loss_scale is not None:
+        raise SpecError(
+            f"Spec(precision={spec.precision!r}): {takes}, and what it keeps of one step for the next would be in the "
+            "units of a loss scale that changes. Use precision='bf16', which needs none"
+        )
+    if (codec := spec.numerics.policy.reduce) in CODECS:
+        raise SpecError(
+            f"Precision(reduce={codec!r}): {takes}, in codes of its own, so none travels in this one. Take reduce= out"
+        )
+    if spec.reduce == "each":
+        raise SpecError(f"Spec(reduce='each'): {takes}, once for all microbatches. Leave reduce out")
+    if PIPELINE in (spec.parallel.axes or {}):
+        raise SpecError(
+            f"Spec(mesh={dict(spec.parallel.axes or {})}): {takes}, all leaves in one message, and a stage of a "
+            "pipeline has only its own. Leave 'pp' out"
         )
 
 

@@ -25,7 +25,7 @@ from fzero.precision import LOW, Precision
 from fzero.spec import Spec
 
 UPDATED = "updated"  # a loss's metric {path: value}: what leaves of params that do not train become, as statistics
-STEPS_OWN = ("loss", "grad_norm", "finite", "loss_scale", "skipped")  # the names of its metrics
+STEPS_OWN = ("loss", "grad_norm", "update_norm", "finite", "loss_scale", "skipped")  # the names of its metrics
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,24 @@ class Training:
         next_key, draw = random.split(state["key"]) if "key" in state else (None, None)
         loss = self.loss if frozen is None else _joined(self.loss, self.precision)
         arguments = (batch,) if frozen is None else (batch, frozen)
-        (value, own), grads = with_metrics(loss, key=draw, scale=scaling.get("scale"), precision=self.precision)(
-            train, *arguments
-        )
+        local = self.optimizer.takes == "local"
+        (value, own), grads = with_metrics(
+            loss, key=draw, scale=scaling.get("scale"), precision=self.precision, reduce=not local
+        )(train, *arguments)
         frozen = _updated(loss, frozen, own.pop(UPDATED, {}))
         _check_names(loss, own)
-        grads, metrics = self._clipped(grads, {"loss": value, **own})
+        metrics = {"loss": value, **own}
+        if not local:
+            grads, metrics = self._clipped(grads, metrics)
         master = self._master(train)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
         train = self._rounded(optim.apply_updates(master, updates), train, draw)
         new = {"params": tree.merge(train, frozen), "opt_state": opt_state}
         if self.nonfinite == "ignore":
             return new if next_key is None else {**new, "key": next_key}, metrics
-        finite = torch.isfinite(metrics["grad_norm"])
+        if local:  # the gradients differ between ranks; what is made of them does not
+            metrics["update_norm"] = optim.global_norm(updates)
+        finite = torch.isfinite(metrics["update_norm" if local else "grad_norm"])
         metrics["finite"] = finite
         new = _where(finite, new, state)
         if next_key is not None:  # another draw may do better: a skipped step uses its key up
@@ -183,9 +188,10 @@ def _device(params: Any) -> torch.device:
 
 
 def training_of(spec: Spec) -> Training:
-    """The step that a spec's `loss` and `optimizer` stand for."""
+    """The step that a spec's `loss` and `optimizer` stand for; of an optimizer with phases, that of the first."""
+    spec = spec.in_phase()
     assert spec.loss is not None
-    assert spec.optimizer is not None
+    assert isinstance(spec.optimizer, optim.GradientTransformation)
     return Training(
         spec.loss,
         spec.optimizer,

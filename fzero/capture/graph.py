@@ -11,6 +11,7 @@ from torch import fx
 
 from fzero.capture.known import Baked
 from fzero.capture.reads.noted import Reads
+from fzero.ir.records import ALIGN
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ class Graph:
 
 @dataclass(frozen=True)
 class PerRank:
-    """A leaf of which every rank keeps its own: made by `fzero.per_rank`."""
+    """A leaf of which every rank keeps its own: made by `fzero.per_rank`.
+
+    value: what every rank starts with. sliced: of a value of one dim and of whole blocks, only as many of them as are
+    a rank's share.
+    """
 
     value: Any
+    sliced: bool = False
+
+    def on(self, ranks: int) -> Any:
+        """What a rank starts with, among so many ranks of the data."""
+        return self.value[: -(-self.value.shape[0] // (ALIGN * ranks)) * ALIGN] if self.sliced else self.value

@@ -91,6 +91,7 @@ class Joint:
     key: Tensor | None = None
     scale: Tensor | None = None
     microbatches: int = 1
+    reduce: bool = True  # over the ranks; else each has its own gradients
     enter: Callable[[str], None] = lambda phase: None  # called where a phase of the trace begins
     marks: Marks = field(default_factory=Marks)
 
@@ -204,7 +205,8 @@ class Joint:
 
     def _grad_dtype(self, held: torch.dtype) -> torch.dtype:
         """A region's gradients come in the dtype they are summed in; where nothing is summed, as they travel."""
-        return self.precision.sum_dtype(held) if self.microbatches > 1 else self.precision.wire_dtype(held)
+        summed = self.microbatches > 1 or not self.reduce
+        return self.precision.sum_dtype(held) if summed else self.precision.wire_dtype(held)
 
     def _checked(self, result: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """(loss or total, count or None, aux leaves) of the function's result. Raises CaptureError for a wrong one."""

@@ -53,27 +53,34 @@ def region_outputs(
         first = 1 + len(marks.grad_of) + marks.has_count if joint.metrics else 0  # of what aux_kinds speaks of
         summed |= {first + i for i, kind in enumerate(marks.aux_kinds) if kind in ("total", "count")}
         wire = {1 + n: joint.precision.wire_dtype(joint.leaves[i].dtype) for n, i in enumerate(marks.grad_of)}
+        if not joint.reduce:
+            return Roles((), frozenset(summed), {})
         return Roles(marks.grad_of, frozenset(summed), wire)
 
     return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
 
 
 def combined(joint: Joint, outs: list[torch.Tensor]) -> Any:
-    """(loss, gradients) from a region's outputs: reduced, divided, and in the parameters' dtypes."""
+    """(loss, gradients) from a region's outputs: reduced, divided, and in the parameters' dtypes.
+
+    Gradients that are not reduced over the ranks have a mean that is: they are divided by a rank's share of a `Mean`'s
+    count.
+    """
     marks = joint.marks
     how = "sum" if marks.has_count else "mean"
     end = 1 + len(marks.grad_of)
     loss = _reduce(outs[0], how)
     divisor = safe(_reduce(outs[end], "sum")) if marks.has_count else None
     loss = loss if divisor is None else loss / divisor
+    share = divisor if joint.reduce or divisor is None else safe(_reduce(outs[end].to(loss.dtype), "mean"))
     grad_at = dict(zip(marks.grad_of, outs[1:end], strict=True))
     grads = []
     for i, leaf in enumerate(joint.leaves):
         if i not in grad_at:
             grads.append(torch.zeros_like(leaf))
             continue
-        g = _reduce(grad_at[i], how)
-        g = g if divisor is None else g / divisor
+        g = _reduce(grad_at[i], how) if joint.reduce else grad_at[i]
+        g = g if share is None else g / share
         g = g if joint.scale is None else g / joint.scale
         held_low = joint.precision.params is not None  # the update is made in fp32 then
         grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))

@@ -10,7 +10,7 @@ from torch import fx
 
 from fzero.capture.graph import Graph
 from fzero.capture.provenance import describe
-from fzero.capture.step_ops import AXIS_INDEX, EQUAL, REDUCE, REGION
+from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, EQUAL, REDUCE, REGION
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
 
@@ -28,7 +28,8 @@ def varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
             where = node.meta.get("source") or "the step"
             raise CaptureError(
                 f"{leaf_name('state', path)} would differ between ranks: it is computed at {where} from this rank's "
-                "batch without a reduction. Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank"
+                "batch without a reduction. Reduce it with fzero.pmean or fzero.coded_mean (as gradients of "
+                "value_and_grad(reduce=False) are to be), or keep one per rank with fzero.per_rank"
             )
     return tuple(name for name, node in zip(graph.metric_names, outs[num:], strict=True) if node in varying)
 
@@ -69,7 +70,9 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
         operands = node.all_input_nodes
         if node.target is operator.getitem and operands[0].target is REGION:
             operands = _reached(graph, operands[0], node.args[1])
-        if node.target is AXIS_INDEX or any(operand in varying for operand in operands):
+        if node.target is operator.getitem and operands[0].target is CODED_MEAN and node.args[1] == 0:
+            continue  # the mean; what follows it are errors, of each rank its own
+        if node.target in (AXIS_INDEX, CODED_MEAN) or any(operand in varying for operand in operands):
             varying.add(node)
     return varying
 

@@ -71,8 +71,9 @@ def _shape(entry: Entry) -> str:
 
 
 def _ranks(theirs: Entry, ours: Entry) -> str:
-    if theirs.per_rank and ours.per_rank and theirs.shape[1:] == ours.shape[1:]:
-        return f": what each rank keeps for itself has no meaning for other ranks; load it on {theirs.shape[0]}"
+    if theirs.per_rank and ours.per_rank and theirs.shape[0] != ours.shape[0]:
+        spread = ", or give fzero.load(per_rank='mean')" if ours.dtype.is_floating_point else ""
+        return f": what each rank keeps for itself has no meaning for other ranks; load it on {theirs.shape[0]}{spread}"
     return ""
 
 

@@ -24,9 +24,11 @@ from fzero import progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.graph import PerRank
+from fzero.checkpoint import other_ranks
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
 from fzero.checkpoint.manifest import LeafRecord
+from fzero.checkpoint.other_ranks import KEEP, MEAN
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import tell
 from fzero.compile.resolve import mesh_of
@@ -55,6 +57,7 @@ def load(
     like: Any = None,
     key: torch.Tensor | None = None,
     strict: bool = True,
+    per_rank: str = KEEP,
     disk: Disk | None = None,
 ) -> State:
     """Returns the state that `fzero.save` wrote to `dir`: a run's directory (its newest committed step) or one step's.
@@ -72,6 +75,10 @@ def load(
     False, the leaves that fit are loaded. Other leaves keep the values from `init` (or from the state `like`), and the
     log names them. If no leaf fits, it is an error too.
 
+    per_rank: what becomes of leaves of `fzero.per_rank` that another number of ranks has saved: "refuse", or "mean",
+    which gives every rank the mean of a floating one. So what ranks owe to a mean (`fzero.coded_error`) is kept. It is
+    not for a State in `like`.
+
     Every rank must call it. Raises CheckpointError: CorruptError for damaged files, MismatchError for other leaves. A
     state given as `like` stays usable unless reading fails after writing began; then it is marked unusable.
 
@@ -84,7 +91,11 @@ def load(
     >>> again.step, again.params["w"].full().tolist()
     (1, [0.8999999761581421, 0.8999999761581421])
     """
+    if per_rank not in (KEEP, MEAN):
+        raise SpecError(f"fzero.load(per_rank={per_rank!r}): needed {KEEP!r} or {MEAN!r}")
     if isinstance(like, State):
+        if per_rank != KEEP:
+            raise SpecError("fzero.load(like=state, per_rank=...): give it a spec and params instead of the state")
         if spec is not None:
             raise SpecError("fzero.load(dir, spec, like=state): a state has its spec: leave spec out, or give shapes")
         return _into(like, Path(dir), strict, disk or Disk())
@@ -98,8 +109,9 @@ def load(
             saved = Checkpoint(chosen, disk)
             params_like = _tree(saved, spec) if like is None else like
             wanted = first_key(0) if key is None and spec.loss is not None and "key" in saved.leaves else key
-            recipe = recipe_for(spec, params_like, wanted, world.device)
-            return Filling(saved, recipe, mesh_of(spec, world.size).data_ranks, strict)
+            ranks = mesh_of(spec, world.size).data_ranks
+            recipe = recipe_for(spec, params_like, wanted, world.device, ranks)
+            return Filling(saved, recipe, ranks, strict, per_rank == MEAN)
 
         state = world.state("load", spec, filler)
     log.info("fzero: loaded step %d from %s", state.step, chosen)
@@ -109,11 +121,13 @@ def load(
 class Filling:
     """A `fzero.session.world.Filler`: the leaves of a recipe, with the values of a checkpoint.
 
-    Nothing changes after it is made. keep: the paths of leaves that keep the recipe's value.
+    Nothing changes after it is made. keep: the paths of leaves that keep the recipe's value. respread: those of leaves
+    per rank that another number of ranks has saved.
     """
 
-    def __init__(self, saved: Checkpoint, recipe: Recipe, data_ranks: int, strict: bool) -> None:
-        """Compares the recipe's leaves with the checkpoint's. Raises MismatchError."""
+    def __init__(self, saved: Checkpoint, recipe: Recipe, data_ranks: int, strict: bool, spreads: bool = False) -> None:
+        """Compares the recipe's leaves with the checkpoint's. spreads: leaves per rank may be of another number of
+        ranks. Raises MismatchError."""
         self.paths, self.values, self.per_rank, self.treedef = (
             recipe.paths,
             recipe.values,
@@ -125,11 +139,13 @@ class Filling:
             path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, data_ranks)
             for path, value in zip(recipe.paths, recipe.values, strict=True)
         }
-        self.keep = _compared(here, saved, strict).unfit
+        self.respread = other_ranks.respread(here, saved.leaves, recipe.sliced) if spreads else set()
+        self.keep = _compared({**here, **{path: saved.leaves[path] for path in self.respread}}, saved, strict).unfit
 
     def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> tuple[str, str]:
         """Fills this rank's buffers; returns the checkpoint's digest. Raises MismatchError and CorruptError."""
-        wants = wanted(plan, rank, memory, self.keep)
+        wants = wanted(plan, rank, memory, self.keep | self.respread)
+        others = [want for want in wanted(plan, rank, memory, self.keep) if want.path in self.respread]
         self.saved.check(wants)
         try:
             self.recipe.place(plan, rank, memory, only=self.keep)
@@ -140,6 +156,7 @@ class Filling:
                 "Give load tensors that have some, as fzero.init would be given: like=params",
             ) from None
         self.saved.fill(wants)
+        other_ranks.fill(self.saved, others, self.recipe.sliced)
         return self.saved.digest, ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fzero.compile import fault_report
@@ -27,13 +28,21 @@ def checked_step(
     costs: Costs | None = None,
     rates: Rates | None = None,
     deciders: Deciders | None = None,
+    phase: str = "",
 ) -> Lowered:
-    """`lower_step`, and its programs verified. Raises VerifyError with a report (`fault_report`)."""
+    """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first.
+
+    Raises VerifyError with a report (`fault_report`).
+    """
     lowered: Lowered | None = None
+    if spec.phases is not None and fn is None:
+        phase = phase or spec.phases.first
+    spec = spec.in_phase(phase)
     try:
-        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders)
+        lowered = replace(lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders), phase=phase)
         verify(lowered.roles)
     except VerifyError as error:
+        error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
         programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
         raise fault_report.explained(error, spec, plan, batch, programs, reduce) from error
     return lowered

@@ -40,6 +40,7 @@ class Lowered:
     asked: Options = field(repr=False)  # what the passes read of the spec; see `options`
     schedule: Schedule | None = None  # the order of work of a pipeline
     sharding: Sharding | None = None  # with an axis that cuts dims, as `tp`: leaves, transfers and reasons; print it
+    phase: str = ""  # of a run with phases (`fzero.Phases`), which one it is
 
     @property
     def program(self) -> Program:

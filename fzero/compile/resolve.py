@@ -59,7 +59,7 @@ def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
     """
     if fn is not None:
         user, loss = _evaluation(spec, fn), fn
-    elif spec.step is not None:
+    elif callable(spec.step):
         user, loss = spec.step, spec.step
     else:
         assert spec.loss is not None

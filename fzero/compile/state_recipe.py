@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from fzero.training import training_of
 
 
 @collector_paused()
-def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device) -> Recipe:
+def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.device, ranks: int = 1) -> Recipe:
     """The recipe of a first state on `device`: `fzero.init(params, spec, key=key)` fills the leaves from it.
 
-    params: a pytree of tensors, a `Source`, or a function of a key. Raises TreeError if it is none of them, has no
-    leaves, or holds one tensor as two parameters.
+    ranks: of the data, each of which keeps a share of the leaves that are sliced by rank. params: a pytree of tensors,
+    a `Source`, or a function of a key. Raises TreeError if it is none of them, has no leaves, or holds one tensor as
+    two parameters.
     """
     ambient.check_trace()
     check_key("init", key)
@@ -37,7 +39,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     wants = key is not None or needs_key(spec)
     start = (random.key(0) if key is None else key).to(device)
     if callable(params) and not isinstance(params, torch.nn.Module):
-        return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device)
+        return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device, ranks)
     if isinstance(params, torch.nn.Module):
         raise TreeError(
             "params is a module: take it apart with fzero.interop.from_module(module), which gives (params, "
@@ -51,7 +53,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     def whole(*xs: torch.Tensor) -> Any:
         full = list(leaves)
         for i, x in zip(tensors, xs, strict=False):
-            full[i] = PerRank(x) if isinstance(leaves[i], PerRank) else x
+            full[i] = replace(leaves[i], value=x) if isinstance(leaves[i], PerRank) else x
         return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
 
     if spec.loss is not None:
@@ -60,7 +62,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     for i, value in zip(tensors, inputs, strict=True):
         check_leaf(leaf_name("params", paths[i]), value)
     inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
-    recipe = Recipe(whole, [*inputs, start] if wants else inputs, device)
+    recipe = Recipe(whole, [*inputs, start] if wants else inputs, device, ranks)
     if source is not None:
         recipe.inputs[: len(paths)] = [Deferred(source, path) for path in paths]
     return recipe

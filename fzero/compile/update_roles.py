@@ -15,6 +15,7 @@ import torch
 from fzero import tree
 from fzero.compile.step import fakes_on, lower_step
 from fzero.passes.pipeline.assign_roles import AcrossRolesError
+from fzero.phases import each_of
 from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 
@@ -22,7 +23,7 @@ from fzero.spec import Spec
 def check_update(spec: Spec, state: Any, plan: Plan, device: torch.device) -> None:
     """Raises SpecError where one value of the update needs leaves of several roles. Of `state` only shapes and dtypes
     count."""
-    if plan.cut is None or spec.optimizer is None or _is_ours(spec.optimizer):
+    if plan.cut is None or spec.optimizer is None or all(map(_is_ours, each_of(spec.optimizer))):
         return
     chunk_of = plan.cut.chunk
 
@@ -37,12 +38,13 @@ def check_update(spec: Spec, state: Any, plan: Plan, device: torch.device) -> No
     plain = replace(
         spec, loss=loss, allow_unused=True, matmul="default", remat="none", device_bytes=None, host_bytes=None
     )
-    try:
-        lower_step(plain, fakes_on(state, device), fakes_on(batch, device), plan, "p2p")
-    except AcrossRolesError:
-        raise
-    except Exception:  # of this loss, or one that the step's own lowering tells with its place
-        return
+    for phase in [""] if spec.phases is None else spec.phases.each:
+        try:
+            lower_step(plain.in_phase(phase), fakes_on(state, device), fakes_on(batch, device), plan, "p2p")
+        except AcrossRolesError:
+            raise
+        except Exception:  # of this loss, or one that the step's own lowering tells with its place
+            continue
 
 
 def _is_ours(part: Any) -> bool:

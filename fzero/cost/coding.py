@@ -70,7 +70,7 @@ def nanoseconds(codec: str) -> tuple[float, float]:
             spent.append(time.perf_counter() - began)
         return min(spent) / SAMPLE * 1e9
 
-    return least(lambda: encode(x, CODECS[codec], room)), least(lambda: decode_blocks(message, CODECS[codec], back))
+    return least(lambda: encode(x, CODECS[codec], out=room)), least(lambda: decode_blocks(message, CODECS[codec], back))
 
 
 def coding(program: Program, policy: Precision) -> CodecAccount:

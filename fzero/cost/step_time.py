@@ -12,37 +12,21 @@ when its sender has sent it. Of one role alone, as if the sender sent it when th
 Beside a CUDA device updates on the host are work of a lane of their own, `host`. A move of what they write waits for
 them, and so does the end of the step.
 
-A segment takes the sum over its nodes. A matmul or a convolution takes its operations (2 m n k) at `flops`, less where
-a side is small; an attention its own at `attention`. Another op takes the bytes that it reads and writes at
-`memory_bytes` a second, a view nothing. No call takes less than `launch`.
-
 Left out are ranks that come late, caches, and that reads and writes share a disk.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import fx
-
-from fzero.cost.flops import flops, operands, results
-from fzero.cost.rates import SEND, Rates
+from fzero.cost.op_price import UPDATES, WIRE, Does, Event, Way, priced
+from fzero.cost.rates import Rates
 from fzero.errors import FzeroError
-from fzero.ir import fx_nodes
-from fzero.ir.mesh import parts_of
-from fzero.ir.op import Op
-from fzero.ir.op_info import of
-from fzero.ir.program import Program, lane, moved_bytes, named_bytes, op_text
-from fzero.ir.records import DISK, HOST
+from fzero.ir.program import Program, op_text
 
-aten = torch.ops.aten
-WIRE, UPDATES = "wire", "host"
 DAY = 86_400
-Work = tuple[int, str]
-Way = tuple[str, int, int, int]  # of a message: the axis, sender, receiver, tag
 Mail = dict[Way, list[float]]
 
 
@@ -50,7 +34,6 @@ Mail = dict[Way, list[float]]
 class Arrival:
     """A message in flight. number: which one of its way. at: when it arrives; None: its sender says."""
 
-    lane: str
     way: Way
     number: int
     at: float | None
@@ -97,10 +80,15 @@ def seconds(program: Program, rates: Rates) -> float:
 
 def step_time(program: Program, rates: Rates) -> StepTime:
     """The time of a step on the first rank of its role, by lane. Of a role of a pipeline: if no other role is late."""
-    walk = _Clock(program, rates)
-    for op in program.ops:
-        walk.take(op)
-    return walk.done()
+    return time_of(priced(program, rates), rates)
+
+
+def time_of(steps: Iterable[tuple[Event, ...]], rates: Rates) -> StepTime:
+    """The same of the events of a program."""
+    clock = _Clock(rates)
+    for events in steps:
+        clock.take(events)
+    return clock.done()
 
 
 def roles_time(programs: Mapping[int, Program], rates: Rates) -> dict[int, StepTime]:
@@ -108,171 +96,129 @@ def roles_time(programs: Mapping[int, Program], rates: Rates) -> dict[int, StepT
 
     Raises FzeroError where roles wait for one another for ever, of which no verified program is.
     """
-    return {role: clock.done() for role, clock in _together(programs, rates).items()}
+    steps = {role: priced(program, rates) for role, program in programs.items()}
+    found, left = times_of(steps, rates)
+    if left:
+        stuck = "; ".join(f"role {role} at {op_text(programs[role].ops[index])}" for role, index in left.items())
+        raise FzeroError(f"the roles wait for one another: {stuck}")
+    return found
+
+
+def times_of(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, StepTime], dict[int, int]]:
+    """(the time of each role, by the events of each; of the roles that wait for ever, the op at which they do)."""
+    clocks, left = _together(steps, rates)
+    return ({} if left else {role: clock.done() for role, clock in clocks.items()}), left
 
 
 def op_spans(programs: Mapping[int, Program], rates: Rates) -> dict[int, list[tuple[float, float]]]:
     """By role, of each op when the rank comes to it and when it goes on, in seconds from the start of the step. Of a
     wait the difference is the time for which the rank stands still: the transfer is exposed for so long."""
-    return {role: clock.spans for role, clock in _together(programs, rates).items()}
+    clocks, _ = _together({role: priced(program, rates) for role, program in programs.items()}, rates)
+    return {role: clock.spans for role, clock in clocks.items()}
 
 
-def _together(programs: Mapping[int, Program], rates: Rates) -> dict[int, _Clock]:
-    """The clocks of all roles at the end of the step."""
+def _together(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, _Clock], dict[int, int]]:
+    """(the clocks of all roles at the end of the step; of the roles that wait for ever, the op at which they do)."""
     mail: Mail = defaultdict(list)
-    clocks = {role: _Clock(program, rates, mail) for role, program in programs.items()}
-    left = {role: deque(program.ops) for role, program in programs.items()}
+    clocks = {role: _Clock(rates, mail) for role in steps}
+    left = {role: deque(events) for role, events in steps.items()}
     while any(left.values()):
         before = sum(map(len, left.values()))
         for role, clock in clocks.items():
             while left[role] and clock.ready(left[role][0]):
                 clock.take(left[role].popleft())
         if sum(map(len, left.values())) == before:
-            stuck = "; ".join(f"role {role} at {op_text(ops[0])}" for role, ops in left.items() if ops)
-            raise FzeroError(f"the roles wait for one another: {stuck}")
-    return clocks
-
-
-def op_seconds(program: Program, op: Op, rates: Rates) -> tuple[str, float]:
-    """(the lane that an op works on, the seconds that it takes with nothing beside it); the lane "" is the rank itself.
-    0 for marks. Raises KeyError for a transfer without a rate."""
-    if op.computes and rates.host_bytes and program.space(op) == HOST:
-        return UPDATES, sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes)) / rates.host_bytes
-    if op.computes:
-        return "", _compute(program.segments[op.segment], rates)
-    if op.row.runs is not None:
-        return "", sum(program.buffers[ref.name].nbytes for ref in (*op.reads, *op.writes)) / rates.memory_bytes
-    if op.is_message:
-        nbytes = program.buffers[op.target].nbytes
-        return f"{WIRE} {op.axis} {'out' if op.is_send else 'in'}", rates.transfer(SEND, nbytes, str(op.axis), 2)
-    if (record := op.row.collective) is not None:
-        source, target = (program.buffers[ref.name].nbytes for ref in (op.reads[0], op.writes[0]))
-        whole = record.whole_bytes(source, target)
-        axis = str(op.axis)
-        ranks = program.mesh.size(axis)
-        outermost = parts_of(program.mesh.in_order(axis))[0]
-        return f"{WIRE} {outermost}", rates.transfer(op.kind, whole, axis, ranks)
-    way = "→".join(lane(program, op))
-    return way, moved_bytes(program, op) / rates.lanes[way] if way in rates.lanes else 0.0
+            return clocks, {role: len(steps[role]) - len(rest) for role, rest in left.items() if rest}
+    return clocks, {}
 
 
 @dataclass
 class _Clock:
-    """The clock of a rank on its way through a program. queues: by lane, the seconds left of each piece of work, in
-    order, by its number and what it writes. spans: of each op, when it began and ended. mail: when each message of all
-    roles arrives, by axis, sender, receiver and tag; None: those of others are never late. ends: by lane of messages,
-    when its last one is through. arrivals: by buffer, its messages in flight. Only the methods here write the
-    fields."""
+    """The clock of a rank on its way through the events of a program. queues: by lane, the seconds left of each piece
+    of work, in order. spans: of each op, when it began and ended. mail: when each message of all roles arrives, by its
+    way; None: those of others are never late. ends: by lane of messages, when its last one is through. arrivals: by
+    lane, its messages in flight. Only the methods here write the fields."""
 
-    program: Program
     rates: Rates
     mail: Mail | None = None
     clock: float = 0.0
     compute: float = 0.0
     written: int = 0
-    started: int = 0
     spans: list[tuple[float, float]] = field(default_factory=list)
-    queues: dict[str, dict[Work, float]] = field(default_factory=dict)
+    queues: dict[str, list[float]] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
-    by_segment: dict[str, float] = field(default_factory=dict)
     ends: dict[str, float] = field(default_factory=dict)
     arrivals: dict[str, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
     received: Counter[Way] = field(default_factory=Counter)
 
-    def take(self, op: Op) -> None:
-        """Goes past an op."""
+    def take(self, events: tuple[Event, ...]) -> None:
+        """Goes past the events of an op."""
         began = self.clock
-        self._take(op)
+        for event in events:
+            match event.does:
+                case Does.COMPUTE:
+                    self._compute(event.seconds)
+                case Does.STAND:
+                    self.clock += event.seconds
+                case Does.START:
+                    self.queues.setdefault(event.lane, []).append(event.seconds)
+                    self.busy[event.lane] = self.busy.get(event.lane, 0.0) + event.seconds
+                    self.written += event.written
+                case Does.PASS:
+                    self._pass(event.lane, event.place)
+                case Does.SEND | Does.RECEIVE:
+                    self._message(event)
+                case Does.ARRIVE:
+                    self._arrive(event)
         self.spans.append((began, self.clock))
 
-    def _take(self, op: Op) -> None:
-        if op.is_wait:
-            self._wait(op.target)
-            return
-        if op.computes and op.segment in self.by_segment:
-            way, taken = "", self.by_segment[op.segment]
-        else:
-            way, taken = op_seconds(self.program, op, self.rates)
-        if way == UPDATES:
-            self._start(UPDATES, op.writes[0].name, taken)
-            for ref in op.writes[1:]:
-                self._start(UPDATES, ref.name, 0.0)
-        elif op.computes:
-            self.by_segment[op.segment] = taken
-            self.clock += taken
-            self.compute += taken
-            for name, queue in self.queues.items():
-                part = self.rates.hidden if name.startswith(WIRE) else self.rates.lane_hidden
-                _advance(queue, part * taken)
-        elif op.is_message:
-            self._message(op, way, taken)
-        elif way:
-            if op.moves:
-                self._wait_for_update(op.reads[0].name)
-                nbytes = moved_bytes(self.program, op)
-                self.written += nbytes if self.program.space(op) == DISK else 0
-            self._start(way, op.target, taken)
-        else:
-            self.clock += taken
-
-    def ready(self, op: Op) -> bool:
+    def ready(self, events: tuple[Event, ...]) -> bool:
         """Whether an op can be taken: a wait for a message only once its sender has sent it."""
-        pending = self.arrivals.get(op.target) if op.is_wait else None
-        return not pending or pending[0].at is not None or self._sent(pending[0]) is not None
+        waits = [self.arrivals[event.lane][event.place] for event in events if event.does is Does.ARRIVE]
+        return all(message.at is not None or self._sent(message) is not None for message in waits)
+
+    def done(self) -> StepTime:
+        """The figures, once the last update on the host is done."""
+        if updates := self.queues.get(UPDATES):
+            self._pass(UPDATES, len(updates) - 1)
+        return StepTime(self.clock, self.compute, self.busy, self.waited, self.written)
+
+    def _compute(self, taken: float) -> None:
+        self.clock += taken
+        self.compute += taken
+        for lane, queue in self.queues.items():
+            _advance(queue, (self.rates.hidden if lane.startswith(WIRE) else self.rates.lane_hidden) * taken)
+
+    def _message(self, event: Event) -> None:
+        """Starts a message, behind those before it on its way."""
+        assert event.way is not None, "a message has a way"
+        lane, sends = event.lane, event.does is Does.SEND
+        self.busy[lane] = self.busy.get(lane, 0.0) + event.seconds
+        at: float | None = None
+        if sends or self.mail is None:
+            at = self.ends[lane] = max(self.clock, self.ends.get(lane, 0.0)) + event.seconds
+        if sends and self.mail is not None:
+            self.mail[event.way].append(self.ends[lane])
+        self.arrivals[lane].append(Arrival(event.way, self.received[event.way], at))
+        self.received[event.way] += not sends
+
+    def _arrive(self, event: Event) -> None:
+        message = self.arrivals[event.lane].pop(event.place)
+        arrives = self._sent(message) if message.at is None else message.at
+        assert arrives is not None, "it was not `ready`"
+        if arrives > self.clock:
+            self._stand(event.lane, arrives - self.clock)
 
     def _sent(self, message: Arrival) -> float | None:
         arrived = self.mail[message.way] if self.mail is not None else []
         return arrived[message.number] if len(arrived) > message.number else None
 
-    def _message(self, op: Op, way: str, taken: float) -> None:
-        """Starts a message, behind those before it on its way."""
-        own = self.program.role or 0
-        key = (str(op.axis), own, op.peer, op.tag) if op.is_send else (str(op.axis), op.peer, own, op.tag)
-        self.busy[way] = self.busy.get(way, 0.0) + taken
-        at: float | None = None
-        if op.is_send or self.mail is None:
-            at = self.ends[way] = max(self.clock, self.ends.get(way, 0.0)) + taken
-        if op.is_send and self.mail is not None:
-            self.mail[key].append(self.ends[way])
-        self.arrivals[op.target].append(Arrival(way, key, self.received[key], at))
-        self.received[key] += op.is_recv
-
-    def done(self) -> StepTime:
-        """The figures, once the last update on the host is done."""
-        if updates := self.queues.get(UPDATES):
-            self._pass(UPDATES, list(updates)[-1])
-        return StepTime(self.clock, self.compute, self.busy, self.waited, self.written)
-
-    def _start(self, lane: str, target: str, taken: float) -> None:
-        self.started += 1
-        self.queues.setdefault(lane, {})[self.started, target] = taken
-        self.busy[lane] = self.busy.get(lane, 0.0) + taken
-
-    def _wait(self, target: str) -> None:
-        """Waits for the first transfer in flight into a buffer."""
-        if pending := self.arrivals.get(target):
-            message = pending.pop(0)
-            arrives = self._sent(message) if message.at is None else message.at
-            assert arrives is not None, "it was not `ready`"
-            if arrives > self.clock:
-                self._stand(message.lane, arrives - self.clock)
-            return
-        for name, queue in self.queues.items():
-            if name != UPDATES and (found := [work for work in queue if work[1] == target]):
-                self._pass(name, found[0])
-                return
-
-    def _wait_for_update(self, name: str) -> None:
-        """Waits for the last update on the host that writes a buffer."""
-        if found := [work for work in self.queues.get(UPDATES, ()) if work[1] == name]:
-            self._pass(UPDATES, found[-1])
-
-    def _pass(self, lane: str, until: Work) -> None:
+    def _pass(self, lane: str, place: int) -> None:
         """Goes past a piece of work, and those before it in its queue."""
         queue = self.queues[lane]
-        order = list(queue)
-        taken = sum(queue.pop(work) for work in order[: order.index(until) + 1])
+        taken = sum(queue[: place + 1])
+        del queue[: place + 1]
         self._stand(lane, taken)
 
     def _stand(self, lane: str, taken: float) -> None:
@@ -284,31 +230,10 @@ class _Clock:
         self.waited[lane] = self.waited.get(lane, 0.0) + taken
 
 
-def _advance(queue: dict[Work, float], budget: float) -> None:
+def _advance(queue: list[float], budget: float) -> None:
     """Takes `budget` seconds off the work, the first pieces first. In place."""
-    for work, left in queue.items():
-        queue[work] = max(left - budget, 0.0)
-        budget = max(budget - left, 0.0)
-
-
-def _compute(gm: fx.GraphModule, rates: Rates) -> float:
-    """The seconds that a segment takes."""
-    return sum(_node(node, rates) for node in gm.graph.nodes if fx_nodes.is_compute(node))
-
-
-def _node(node: fx.Node, rates: Rates) -> float:
-    if fx_nodes.is_view(node):
-        return 0.0
-    return max(rates.launch, _at_rates(node, rates))
-
-
-def _at_rates(node: fx.Node, rates: Rates) -> float:
-    work = flops(node)
-    if not work:
-        moved = sum(x.numel() * x.element_size() for x in (*results(node), *operands(node)))
-        return moved / rates.memory_bytes
-    speed = rates.flops[min(4, max(2, results(node)[0].dtype.itemsize))]
-    if rates.attention and of(node.target).attends:
-        return work / min(speed, rates.attention)
-    side = min((s for x in operands(node)[-2:] for s in x.shape[-2:]), default=0)
-    return work / (speed * side / (side + rates.small_side)) if side and rates.small_side else work / speed
+    for place, left in enumerate(queue):
+        if budget <= 0:
+            return
+        queue[place] = max(left - budget, 0.0)
+        budget -= left

@@ -8,6 +8,7 @@ from fzero.interop.config import Given, accelerate_config, ds_config
 from fzero.interop.dcp_folder import dcp, export_dcp
 from fzero.interop.deepspeed_folder import deepspeed
 from fzero.interop.fitted import Fitted, fitted
+from fzero.interop.hf_attention import register_attention
 from fzero.interop.huggingface import export_safetensors, safetensors
 from fzero.interop.incoming import write_checkpoint
 from fzero.interop.module import Apply, Functional, from_module
@@ -34,6 +35,7 @@ __all__ = [
     "export_safetensors",
     "fitted",
     "from_module",
+    "register_attention",
     "safetensors",
     "tp_plan",
     "with_buffers",

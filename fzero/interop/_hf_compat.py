@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -109,3 +109,60 @@ def _loops_over_experts(part: nn.Module) -> bool:
     kind, config = type(part), getattr(part, "config", None)
     plain = getattr(config, "_experts_implementation", None) == "eager"
     return plain and kind.__module__.startswith("transformers.") and "Experts" in kind.__name__
+
+
+def all_true(mask: torch.Tensor) -> bool:
+    """Whether a mask hides nothing; False if that is known only when the step runs (5.0.0, 5.23.0)."""
+    is_tracing = getattr(sys.modules.get("transformers.masking_utils"), "is_tracing", is_fake)
+    return not is_tracing(mask) and bool(mask.all())
+
+
+class MaskParts(NamedTuple):
+    """What a mask function of transformers says: bounds in tokens (None: no bound), ids of packed documents and the
+    positions within them (batch, tokens), and the tokens of a chunk with the padding before the first (batch,)."""
+
+    left: int | None = None
+    right: int | None = None
+    documents: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    chunk: int | None = None
+    left_padding: torch.Tensor | None = None
+
+
+def mask_parts(function: Any) -> MaskParts | None:
+    """The parts that a mask function was put together from; None if one is not known, or if two are united.
+
+    They are closures, named by the functions of `transformers.masking_utils` that return them (5.23.0).
+    """
+    name = getattr(function, "__qualname__", "").removesuffix(".<locals>.inner_mask").removesuffix(".<locals>.and_mask")
+    held = dict(
+        zip(
+            getattr(getattr(function, "__code__", None), "co_freevars", ()),
+            (cell.cell_contents for cell in getattr(function, "__closure__", None) or ()),
+            strict=True,
+        )
+    )
+    if name == "and_masks":
+        every = [mask_parts(part) for part in held["mask_functions"]]
+        return None if any(part is None for part in every) else _both([part for part in every if part is not None])
+    if name == "remap_positions_for_packed_sequence":  # neighbours in a document have neighbouring positions
+        inner = mask_parts(held["mask_function"])
+        return None if inner is None else inner._replace(positions=held["position_ids"])
+    own: dict[str, Any] = {
+        "causal_mask_function": lambda: MaskParts(right=0),
+        "bidirectional_mask_function": MaskParts,
+        "sliding_window_overlay": lambda: MaskParts(left=held["sliding_window"] - 1),
+        "sliding_window_bidirectional_overlay": lambda: MaskParts(held["sliding_window"], held["sliding_window"]),
+        "packed_sequence_mask_function": lambda: MaskParts(documents=held["packed_sequence_mask"]),
+        "chunked_overlay": lambda: MaskParts(chunk=held["chunk_size"], left_padding=held["left_padding"]),
+    }
+    return own[name]() if name in own else None
+
+
+def _both(every: list[MaskParts]) -> MaskParts:
+    """The parts of an intersection: the nearer bound, and what only one of them has."""
+    found = {}
+    for field in MaskParts._fields:
+        given = [value for part in every if (value := getattr(part, field)) is not None]
+        found[field] = min(given) if field in ("left", "right") and given else next(iter(given), None)
+    return MaskParts(**found)

@@ -15,8 +15,8 @@ A write of the forward to a buffer: see `mutable`. A write to another attribute 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +116,22 @@ class Apply:
             if name not in may and (buffers_after.get(name) is not value or version(value) != versions[name]):
                 raise self._writes(name)
         return (output, {name: buffers_after[name] for name in may}) if self.mutable else output
+
+    def shallower(self, stacks: Collection[tuple[str, ...]], depth: int) -> Apply:
+        """The same of a module with the first `depth` layers of its stacks (`nn.ModuleList`, `nn.Sequential`), which
+        takes the parameters of these. stacks: the paths of them, or of leaves that end in them.
+
+        >>> apply = from_module(torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(9)])).apply
+        >>> len(apply.shallower([()], 2).trainable)
+        4
+        """
+        module, bound, _ = closures.copied(self._module, self._bound, {id(value): value for value in self._others})
+        ends = {".".join(stack[n:]) for stack in stacks for n in range(len(stack) + 1)}
+        for name, part in list(module.named_modules()):
+            if name in ends and isinstance(part, (nn.ModuleList, nn.Sequential)):
+                del part[depth:]
+        kept = tuple(path for path, _ in module.named_parameters() if path in self.frozen)
+        return replace(self, frozen=kept, _module=module, _bound=bound)
 
     def _writes(self, buffer: str) -> CaptureError:
         return CaptureError(

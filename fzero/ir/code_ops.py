@@ -1,7 +1,8 @@
 """code_ops: the codecs of messages (`fzero.kernels.codecs`) as ops: `fzero::encode_int8`, and so for each codec.
 
-`encode` makes the message (uint8, 1-D) of a tensor of any shape; `decode` the float32 elements of whole blocks;
-`decode_sum` those of the messages of several ranks (rows), added in the order of ranks and divided once. `coded` is
+`encode` makes the message (uint8, 1-D) of a tensor of any shape (`counts`: as in `codecs.encode`); `decode` the float32
+elements of whole blocks; `decode_sum` those of the messages of several ranks (rows), added in the order of ranks and
+divided once. `coded` is
 what a tensor is after both, in its shape: the form in which a loss is captured, until `spelled_out` writes it as the
 others. It has no gradient of its own: what it rounds off is passed over (straight-through).
 """
@@ -55,8 +56,8 @@ def _define(name: str, schema: str, fake: Callable[..., Tensor], run: Callable[.
 
 
 def _ops_of(codec: BlockCodec) -> CodeOps:
-    def encode(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return codecs.encode(x.reshape(-1), codec, out)
+    def encode(x: Tensor, counts: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        return codecs.encode(x.reshape(-1), codec, None if counts is None else counts.reshape(-1), out)
 
     def decode(message: Tensor, *, out: Tensor | None = None) -> Tensor:
         return codecs.decode_blocks(message, codec, out)
@@ -67,7 +68,7 @@ def _ops_of(codec: BlockCodec) -> CodeOps:
     def coded(x: Tensor) -> Tensor:
         return codecs.decode(encode(x), x.numel(), codec).view(x.shape)
 
-    def message(x: Tensor) -> Tensor:
+    def message(x: Tensor, counts: Tensor | None = None) -> Tensor:
         return x.new_empty((codecs.message_bytes(x.numel(), codec),), dtype=torch.uint8)
 
     def blocks(message: Tensor, *_: int) -> Tensor:
@@ -77,7 +78,7 @@ def _ops_of(codec: BlockCodec) -> CodeOps:
     name = codec.name
     made = CodeOps(
         codec,
-        _define(f"encode_{name}", "Tensor x -> Tensor", message, encode),
+        _define(f"encode_{name}", "Tensor x, Tensor? counts=None -> Tensor", message, encode),
         _define(f"decode_{name}", "Tensor message -> Tensor", blocks, decode),
         _define(f"decode_sum_{name}", "Tensor messages, int divisor -> Tensor", blocks, decode_sum),
         _define(

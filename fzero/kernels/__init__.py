@@ -9,6 +9,7 @@
 | `cast`     | cast and scale                                               | 6 to or from 16 bits |
 | `quantize` | block int8 and int4, and back                                | 5.06, 4.56 |
 | `signs`    | signs with error feedback, and back                          | 12.13, 4.13 |
+| `block_sparse` | attention over blocks of pairs, and its backward               | |
 | `philox`   | random numbers                                               | 4 |
 
 `fzero.ir.op_info.kernel_for` returns the kernel that can replace an operator.
@@ -24,6 +25,7 @@ import torch
 
 from fzero import backend
 
+SPARSE_TILE = 64 * 128 * 2  # bytes of a block of keys, in block-sparse attention
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,6 +74,15 @@ def _fits_one(x: Any, *rest: Any) -> bool:
     return _flat(x) and x.dtype in FLOATS
 
 
+def _fits_sparse(*args: Any, **outs: Any) -> bool:
+    """Of block-sparse attention and its backward, which has the gradient first. Larger tiles do not fit on chip."""
+    q, k, v, columns, documents, block = args[-9:-3]
+    given = [x for x in (q, k, v, columns, documents) if x is not None]
+    there = all(backend.of(x.device).has_kernels for x in given) and all(x.stride(3) == 1 for x in (q, k, v))
+    bytes_of_tile = block * max(q.shape[3], v.shape[3]) * q.element_size()
+    return there and q.dtype in FLOATS and block in (16, 32, 64, 128) and bytes_of_tile <= SPARSE_TILE
+
+
 KERNELS: dict[str, Kernel] = {
     "fzero.adamw_.default": Kernel("adamw", "adamw_", _fits_adamw),
     "fzero.adamw.default": Kernel("adamw", "adamw", _fits_adamw),
@@ -79,6 +90,8 @@ KERNELS: dict[str, Kernel] = {
     "fzero.adamw8.default": Kernel("adam8_kernel", "adamw8", _fits_adamw8),
     "fzero.stochastic_round.default": Kernel("round", "stochastic_round", _fits_one),
     "fzero.sum_squares.default": Kernel("flat_norms", "sum_squares", _fits_one),
+    "fzero.block_sparse_attention.out": Kernel("block_sparse", "attention_out", _fits_sparse),
+    "fzero.block_sparse_attention_backward.out": Kernel("block_sparse", "backward_out", _fits_sparse),
     "aten._fused_adamw_.default": Kernel("adamw", "fused_adamw_", _fits_fused),
     "aten._fused_adamw_.tensor_lr": Kernel("adamw", "fused_adamw_", _fits_fused),
     "aten._fused_adam_.default": Kernel("adamw", "fused_adam_", _fits_fused),

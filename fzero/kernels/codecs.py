@@ -95,8 +95,11 @@ def message_bytes(size: int, codec: BlockCodec) -> int:
     return -(-size // BLOCK) * codec.block_bytes
 
 
-def encode(x: Tensor, codec: BlockCodec, out: Tensor | None = None) -> Tensor:
+def encode(x: Tensor, codec: BlockCodec, counts: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """The messages (uint8) of the rows of a floating tensor; fp64 is refused, for scales are fp32. out: where they go.
+
+    counts: (rows, blocks), how many elements of each block count in its scale, the others being zeros; None: all but
+    those behind the end of a row.
 
     >>> encode(torch.tensor([1.0, -1.0]), CODECS["sign"])[:2]
     tensor([253, 255], dtype=torch.uint8)
@@ -113,10 +116,11 @@ def encode(x: Tensor, codec: BlockCodec, out: Tensor | None = None) -> Tensor:
     if whole := size // BLOCK:
         rows = x[..., : size - tail].unflatten(-1, (whole, BLOCK))
         for part in _parts(rows.shape):
-            _encode_blocks(rows[..., part, :].to(torch.float32), blocks[..., part, :], codec, BLOCK)
+            count = BLOCK if counts is None else counts[..., part, None]
+            _encode_blocks(rows[..., part, :].to(torch.float32), blocks[..., part, :], codec, count)
     if tail:
         last = pad(x[..., size - tail :].to(torch.float32), (0, BLOCK - tail)).unsqueeze(-2)
-        _encode_blocks(last, blocks[..., whole:, :], codec, tail)
+        _encode_blocks(last, blocks[..., whole:, :], codec, tail if counts is None else counts[..., whole:, None])
     return out
 
 
@@ -212,7 +216,7 @@ def _parts(shape: torch.Size) -> Iterator[slice]:
         yield slice(start, min(start + step, blocks))
 
 
-def _encode_blocks(rows: Tensor, into: Tensor, codec: BlockCodec, count: int) -> None:
+def _encode_blocks(rows: Tensor, into: Tensor, codec: BlockCodec, count: int | Tensor) -> None:
     """Writes the messages of blocks of which `count` elements are meant."""
     codes, scales = into[..., :-SCALE_BYTES], into[..., -SCALE_BYTES:].view(torch.float32)
     if codec.bits == 1:

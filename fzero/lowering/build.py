@@ -21,12 +21,13 @@ from torch import fx
 
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
-from fzero.capture.step_ops import AXIS_INDEX, REDUCE, REGION
+from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, SlotKey
 from fzero.lowering.emit import Emitter, line_of
+from fzero.lowering.lower_coded import coded_mean
 from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan
 from fzero.shard.layouts import Layout
@@ -34,6 +35,7 @@ from fzero.shard.moves import transitions
 from fzero.shard.placements import Flat
 
 aten = torch.ops.aten
+LATER = (REGION, REDUCE, CODED_MEAN)  # what they make is of the next level
 SHORT = 4  # elementwise ops on a gradient or a leaf that are done again rather than kept from one level to another
 
 
@@ -75,7 +77,7 @@ class _Builder:
         self._inputs()
         for node in gm.graph.nodes:
             if node.target is AXIS_INDEX:
-                self.to.where[node] = self._rank(str(node.args[0]))
+                self.to.where[node] = self.to.rank(str(node.args[0]))
         levels = _repeated(gm.graph, _levels(gm.graph))
         results = fx_nodes.outputs(gm.graph)
         num = len(self.to.plan.leaves)
@@ -138,11 +140,6 @@ class _Builder:
             kind = "batch" if name.startswith("batch:") else "constant"
             self.to.where[node] = self.to.new(name, node.meta["val"], kind)
 
-    def _rank(self, axis: str) -> Ref:
-        name = f"rank:{axis}"
-        self.to.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place", axis=axis)
-        return Ref(name)
-
     def _outer(self, nodes: list[fx.Node], level: int) -> None:
         """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
         inside = set(nodes)
@@ -177,12 +174,14 @@ class _Builder:
         self.to.segment("run", gm, reads, [*outs, *refs], why=why, phase=StepPhase.OUTER)
 
     def _comm(self, node: fx.Node) -> None:
-        """Emits a region, or a reduction of the outer graph."""
+        """Emits a region, or a reduction of the outer graph, plain or coded."""
         if node.target is REGION:
             trainable = RegionBuilder(self.to, self.graph, self.nodes[: len(self.to.plan.leaves)], self.reduce).run(
                 node
             )
             self.trainable |= trainable
+        elif node.target is CODED_MEAN:
+            coded_mean(self.to, node)
         elif node.target is REDUCE and node not in self.to.where:
             source, how, axis = fx_nodes.operand(node), str(node.args[1]), str(node.args[2])
             if self.to.plan.mesh.size(axis) == 1:
@@ -218,12 +217,12 @@ class _Builder:
 
 
 def _is_comm(node: fx.Node) -> bool:
-    """Whether a node is a region, a reduction, a rank's place or a picked output of a region. Each becomes ops of its
+    """Whether a node is a region, a reduction, a rank's place or a picked output of one. Each becomes ops of its
     own."""
     if node.op != "call_function":
         return False
-    picks = node.target is operator.getitem and fx_nodes.operand(node).target is REGION
-    return node.target in (REGION, REDUCE, AXIS_INDEX) or picks
+    picks = node.target is operator.getitem and fx_nodes.operand(node).target in (REGION, CODED_MEAN)
+    return node.target in (*LATER, AXIS_INDEX) or picks
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -237,10 +236,10 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
         if node.op == "output":
             continue
         ready = max((levels[a] for a in node.all_input_nodes), default=0)
-        levels[node] = ready + (node.op == "call_function" and node.target in (REGION, REDUCE))
+        levels[node] = ready + (node.op == "call_function" and node.target in LATER)
     for node in reversed(graph.nodes):
         if fx_nodes.is_pointwise(node) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
-            needed = [levels[u] - (u.target in (REGION, REDUCE)) for u in node.users if u.op != "output"]
+            needed = [levels[u] - (u.target in LATER) for u in node.users if u.op != "output"]
             levels[node] = max(levels[node], min(needed, default=0))
     return levels
 
@@ -259,7 +258,7 @@ def _repeated(graph: fx.Graph, levels: dict[fx.Node, int]) -> dict[fx.Node, int]
     for node in reversed(list(levels)):
         if not 0 < depth.get(node, 0) <= SHORT:
             continue
-        users = [(u, levels[u] - (u.target in (REGION, REDUCE))) for u in node.users if u in levels]
+        users = [(u, levels[u] - (u.target in LATER)) for u in node.users if u in levels]
         for level in sorted({at for _, at in users if at > levels[node]}):
             with graph.inserting_after(node):
                 copy = fx_nodes.copy_node(graph, node, lambda n: n)

@@ -43,6 +43,12 @@ class Emitter:
         self.buffers[name] = Buffer(name, like.dtype, tuple(like.shape), kind)
         return Ref(name)
 
+    def rank(self, axis: str) -> Ref:
+        """A reference to this rank's place on an axis (0-d int64)."""
+        name = f"rank:{axis}"
+        self.buffers[name] = Buffer(name, torch.int64, (), "rank", note="this rank's place", axis=axis)
+        return Ref(name)
+
     def emit(
         self, kind: str, reads: Sequence[Ref], writes: Sequence[Ref] = (), *, axis: str | None = None, why: str = "",
         **attrs: int | str,

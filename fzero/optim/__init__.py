@@ -8,10 +8,12 @@ from fzero.optim.adam import AdamState, adam, adamw
 from fzero.optim.adam8 import Adam8State, Blocks, adamw8bit
 from fzero.optim.averages import EmaParamsState, EmaState, ema, ema_params
 from fzero.optim.cycles import OneCycle, inverse_time, linear_growth, one_cycle, triangle
+from fzero.optim.frozen import freeze_nu
 from fzero.optim.groups import multi_transform, scale_by_path
 from fzero.optim.lion import LionState, lion
 from fzero.optim.muon import MuonState, hidden_matrices, muon
 from fzero.optim.nadam import NadamState, nadam
+from fzero.optim.onebit import OnebitAdamState, onebit_adam
 from fzero.optim.radam import RadamState, radam
 from fzero.optim.rmsprop import RmspropState, rmsprop
 from fzero.optim.schedules import (
@@ -74,6 +76,7 @@ __all__ = [
     "MuonState",
     "NadamState",
     "OneCycle",
+    "OnebitAdamState",
     "RadamState",
     "RmspropState",
     "Schedule",
@@ -98,6 +101,7 @@ __all__ = [
     "ema",
     "ema_params",
     "exponential",
+    "freeze_nu",
     "global_norm",
     "hidden_matrices",
     "identity",
@@ -114,6 +118,7 @@ __all__ = [
     "muon",
     "nadam",
     "one_cycle",
+    "onebit_adam",
     "piecewise",
     "polynomial",
     "radam",

@@ -152,6 +152,16 @@ leaf the loss does not use has gradient None: give it zeros, or leave it out wit
     return leaves
 
 
+def takes_mean(where: str, *transformations: Any) -> None:
+    """Raises SpecError for a transformation that takes each rank's own gradients, which only a Spec can give it."""
+    for tx in transformations:
+        if getattr(tx, "takes", "mean") != "mean":
+            raise SpecError(
+                f"{where}: a transformation that takes local gradients reduces them itself, so what is around it would "
+                "see gradients that differ between ranks. Give it to Spec(optimizer=...) as it is"
+            )
+
+
 def zero_count(params: Any) -> torch.Tensor:
     """A step count of 0 (scalar int64) on the device of the first leaf.
 

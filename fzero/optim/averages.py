@@ -90,6 +90,7 @@ def ema_params(tx: GradientTransformation, decay: float) -> GradientTransformati
             f"ema_params: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call it, as "
             "in ema_params(adamw(3e-4), 0.999)"
         )
+    _check.takes_mean("ema_params", tx)
 
     def init(params: PyTree) -> EmaParamsState:
         _check.trainable("ema_params", params)

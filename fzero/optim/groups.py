@@ -153,3 +153,4 @@ def _check_rules(where: str, rules: Any, example: str) -> None:
     if not isinstance(rules, Mapping) or not rules or not all(isinstance(rule, str) for rule in rules):
         shown = "empty" if isinstance(rules, Mapping) and not rules else f"of type {type(rules).__name__}"
         raise SpecError(f"{where}: rules is {shown}, but it must be a dict by path rule: write {example}")
+    _check.takes_mean(where, *rules.values())

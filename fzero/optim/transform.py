@@ -41,6 +41,10 @@ Mask: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool] | PyTree
 class GradientTransformation(NamedTuple):
     """Two pure functions: `init(params) -> opt_state` and `update(grads, opt_state, params) -> (updates, opt_state)`.
 
+    takes: which gradients `update` gets in a `Spec`: "mean", over all ranks, or "local", this rank's own. From local
+    ones it computes updates that are the same on every rank, as with `fzero.coded_mean`. What differs between ranks
+    is kept in leaves that `init` marks by `fzero.per_rank`.
+
     >>> sign = GradientTransformation(lambda params: (), lambda g, state, p: (tree.map(torch.sign, g), state))
     >>> sign.update([torch.tensor(-3.0)], sign.init([]), [])
     ([tensor(-1.)], ())
@@ -48,6 +52,7 @@ class GradientTransformation(NamedTuple):
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    takes: str = "mean"
 
 
 def identity() -> GradientTransformation:
@@ -87,6 +92,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 f"chain: argument {i} is {shown}, not a GradientTransformation: call it, as in "
                 "chain(clip_by_global_norm(1.0), adamw(3e-4))"
             )
+    _check.takes_mean("chain", *transformations)
 
     def init(params: PyTree) -> PyTree:
         return tuple(tx.init(params) for tx in transformations)
@@ -182,6 +188,7 @@ def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
     >>> tx.update(grads, tx.init(grads), grads)[0]
     {'a': {'bias': tensor([0.]), 'w': tensor([1.])}}
     """
+    _check.takes_mean("masked", tx)
 
     def init(params: PyTree) -> PyTree:
         return tx.init(_with_holes(params, selected("masked", mask, params)))

@@ -161,6 +161,7 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
             f"apply_if_finite: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call "
             "it, as in apply_if_finite(adamw(3e-4))"
         )
+    _check.takes_mean("apply_if_finite", tx)
 
     def init(params: PyTree) -> IfFiniteState:
         return IfFiniteState(_check.zero_count(params), tx.init(params))
@@ -235,6 +236,7 @@ def delayed(tx: GradientTransformation) -> GradientTransformation:
             f"delayed: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call it, as in "
             "delayed(adamw(3e-4))"
         )
+    _check.takes_mean("delayed", tx)
 
     def init(params: PyTree) -> DelayedState:
         return DelayedState(_check.zero_count(params), tree.map(torch.zeros_like, params), tx.init(params))

@@ -31,7 +31,8 @@ def split_gathers(program: Program, ahead: bool = True) -> Program:
     for op in program.ops:
         for ref in op.writes:
             copies.pop(ref.name, None)
-        if not op.gathers or len(parts_of(op.axis)) < 2:
+        value = not op.gathers or program.buffers[op.target].bucket is None  # which has no slices along one axis
+        if value or len(parts_of(op.axis)) < 2:
             ops.append(op)
             continue
         source, target = op.reads[0], program.buffers[op.target]

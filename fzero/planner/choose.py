@@ -18,7 +18,8 @@ from fzero.planner.candidates import Candidate, default
 from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
-from fzero.planner.search import Search, lowered_of, search, step_seconds
+from fzero.planner.programs import lowered_of, step_seconds
+from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
 from fzero.spec import Spec
 
@@ -34,6 +35,7 @@ def plan(
     hardware: str | Hardware,
     memory: int | None = None,
     most: int | None = None,
+    phase: str = "",
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
@@ -44,7 +46,8 @@ def plan(
     params_like: as in `fzero.lower`. batch_like: the *global* batch, whose tensors have the rows of all ranks along dim
     0. hardware: a preset's name, a TOML file or a `Hardware`. memory: bytes a rank may use of its device; None:
     `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates
-    are lowered, about; None: ten, or more of small programs.
+    are lowered, about; None: ten, or more of small programs. phase: of a spec with `fzero.Phases`, whose programs are
+    compared; "" for the first.
 
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 
@@ -55,26 +58,30 @@ def plan(
     >>> planned.spec.zero, dict(planned.spec.mesh), planned.peak <= planned.memory
     (1, {'dp': 8}, True)
     """
-    problem = problem_of(spec, params_like, batch_like, world_size, hardware, memory)
+    problem = problem_of(spec.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
     sketch = sketched(problem)
     found = search(problem, sketch, most)
-    if not found.fitting:
+    best = found.best()
+    if best is None:
         raise nothing_fits(problem, sketch, found)
-    best = min(found.fitting, key=lambda row: row.seconds)
     own = found.rows[default(problem.spec, world_size)]
     if found.fits(own) and own.seconds <= best.seconds / (1 - GAIN):
-        best = own
+        best = found.rows[own.candidate] = found.whole(own.candidate)
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
     open_ = [f.name for f in fields(Candidate) if f.name not in problem.given]
     choices = {name: _reason(name, best, table, found) for name in open_}
-    concrete, lowered, rest = _concrete(problem, best.candidate, found.programs[best.candidate])
+    concrete, lowered, rest = _concrete(problem, best.candidate, found)
     seconds = step_seconds(lowered, problem.machine)
+    if spec.phases is not None:
+        concrete = replace(concrete, optimizer=spec.optimizer, step=spec.step)
+        lowered = replace(lowered, phase=phase or spec.phases.first)
     return Planned(concrete, lowered, seconds, {**choices, **rest}, table, problem.machine, problem.budget)
 
 
-def _concrete(problem: Problem, one: Candidate, lowered: Lowered) -> tuple[Spec, Lowered, Mapping[str, Choice[Any]]]:
+def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lowered, Mapping[str, Choice[Any]]]:
     """(the spec with nothing left to a measurement, its programs, what was decided for these fields). A pipeline's
     roles may have been decided apart: then all take the depth of one, the one that is fastest for all."""
+    lowered = found.programs[one]
     decided, role = lowered.decisions, lowered.decisions.roles[0]
     rest: dict[str, Choice[Any]] = {"prefetch": role.prefetch, "bucket_bytes": decided.bucket_bytes}
     if one.microbatches > 1:
@@ -84,7 +91,11 @@ def _concrete(problem: Problem, one: Candidate, lowered: Lowered) -> tuple[Spec,
     rest = {name: choice for name, choice in rest.items() if getattr(problem.spec, name) is None}
     values = {name: choice.value for name, choice in rest.items()}
     base = replace(one.spec(problem.spec), **values, device_bytes=problem.spec.device_bytes)
-    depths = {decided.roles[number].prefetch.value for number in decided.roles} if "prefetch" in values else {None}
+    depths: set[int | None] = {None}
+    if "prefetch" in values:
+        depths = {decided.roles[number].prefetch.value for number in decided.roles}
+    if len(depths) == 1 and one not in found.pressed:
+        return base, lowered, rest  # what was decided is what it says
     tried = []
     for depth in sorted(depths, key=str):
         try:

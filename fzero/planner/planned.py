@@ -24,13 +24,15 @@ def size(nbytes: int) -> str:
 @dataclass(frozen=True)
 class Row:
     """A candidate that was lowered and verified. seconds: of a step, simulated with all roles together. peak, host:
-    planned bytes of the fullest rank. refused: why there is no program; then the figures are those of the sketch."""
+    planned bytes of the fullest rank. refused: why there is no program; then the figures say nothing. probed: whether
+    only shallow programs were lowered, which foretell those of the whole model."""
 
     candidate: Candidate
     seconds: float
     peak: int
     host: int = 0
     refused: str = ""
+    probed: bool = False
 
     def fits(self, memory: int, host: int) -> bool:
         """Whether it is a program that needs no more than these bytes."""
@@ -40,7 +42,8 @@ class Row:
         """Its line of the table."""
         state = "fits" if self.fits(memory, host) else "refused" if self.refused else "too large"
         figures = f"{self.seconds:10.4g} s {size(self.peak):>11}" if not self.refused else f"{'-':>12} {'-':>11}"
-        return f"{state:9} {figures}  {self.candidate}" + (f"  ({self.refused})" if self.refused else "")
+        note = self.refused or ("probed" if self.probed else "")
+        return f"{state:9} {figures}  {self.candidate}" + (f"  ({note})" if note else "")
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ from fzero.errors import SpecError
 from fzero.hardware import Hardware, load
 from fzero.plan.parallelism import AUTO
 from fzero.plan.pipeline_cut import layer_of
+from fzero.planner.equal_layers import Layers, layers_of
 from fzero.spec import Spec
 
 
 @dataclass(frozen=True)
 class Problem:
     """given: the fields of the spec that are pinned. batch_of: the batch of a number of rows, on meta. rows: of the
-    global one. layers: the numbered layers of the parameters. budget: bytes that a rank may use of its device."""
+    global one. layers: the numbered layers of the parameters. equal: those that are equal. budget: bytes that a rank
+    may use of its device."""
 
     spec: Spec
     given: frozenset[str]
@@ -29,6 +31,7 @@ class Problem:
     batch_of: Callable[[int], Any]
     rows: int
     layers: int
+    equal: Layers | None
     world_size: int
     machine: Hardware
     budget: int
@@ -52,7 +55,8 @@ def problem_of(
         )
     batch_of, rows = by_rows(tree.plain(batch_like))
     layers = _layers(spec, params_like)
-    return Problem(spec, given, params_like, batch_of, rows, layers, world_size, machine, budget)
+    equal = None if callable(params_like) or spec.loss is None else layers_of(params_like)
+    return Problem(spec, given, params_like, batch_of, rows, layers, equal, world_size, machine, budget)
 
 
 def by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fzero.api import lower
-from fzero.compile.decide import DECIDERS, Deciders
-from fzero.compile.decide.budgets import SMALL_TILE
-from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
-from fzero.compile.decide.update_place import cheaper_place
+from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
-from fzero.cost.step_time import roles_time
-from fzero.errors import FzeroError, SpecError
-from fzero.hardware import Hardware
-from fzero.ir.decisions import Choice
-from fzero.ir.mesh import Mesh
-from fzero.ir.records import HOST
+from fzero.errors import FzeroError
 from fzero.planner.candidates import Candidate, candidates, default
+from fzero.planner.deep import probed
 from fzero.planner.planned import Row
 from fzero.planner.problem import Problem
+from fzero.planner.programs import by_rates, host_bytes, lowered_of, sparing, step_seconds
 from fzero.planner.sketch import Sketch
-from fzero.spec import Spec
 
 LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many ops, and not fewer than that
 A_MESH = 3  # candidates of one mesh that are lowered, at least
@@ -34,13 +26,15 @@ SHOWN = 160  # characters of a refusal
 
 @dataclass
 class Search:
-    """What came of the candidates of a problem. estimates: by the sketch, seconds and bytes of all. rows, programs: of
-    those that were lowered. Only its methods write the fields."""
+    """What came of the candidates of a problem. estimates: by the sketch, seconds and bytes of all. rows: of those that
+    were tried. programs: of those that were lowered in full. pressed: of these, the ones that were lowered under the
+    budget. Only its methods write the fields."""
 
     problem: Problem
     estimates: Mapping[Candidate, tuple[float, int]]
     rows: dict[Candidate, Row] = field(default_factory=dict)
     programs: dict[Candidate, Lowered] = field(default_factory=dict)
+    pressed: set[Candidate] = field(default_factory=set)
 
     @property
     def fitting(self) -> list[Row]:
@@ -51,30 +45,56 @@ class Search:
         """Whether a row needs no more than there is."""
         return row.fits(self.problem.budget, self.problem.machine.host_budget)
 
+    def best(self) -> Row | None:
+        """The fastest that fits, lowered in full; None if none does."""
+        while found := self.fitting:
+            row = min(found, key=lambda row: row.seconds)
+            if (whole := self.whole(row.candidate)) == row:
+                return row
+            self.rows[row.candidate] = whole
+        return None
+
     def row(self, one: Candidate) -> Row:
-        """What a candidate takes. One that is too large is lowered again under the budget."""
+        """What a candidate takes: by shallow programs where these say it, else lowered in full."""
         if one not in self.rows:
-            try:
-                self.rows[one] = self._lowered(one, None)
-                if self.problem.budget < self.rows[one].peak <= self.problem.budget * SLACK:
-                    self.rows[one] = self._lowered(one, self.problem.budget)
-            except FzeroError as error:
-                if one not in self.rows:
-                    self.rows[one] = Row(one, math.inf, 0, 0, str(error).partition("\n")[0][:SHOWN])
+            self.rows[one] = self._probed(one) or self.whole(one)
         return self.rows[one]
+
+    def whole(self, one: Candidate) -> Row:
+        """The same of a candidate that is lowered in full. One that is too large is lowered again under the budget."""
+        known = self.rows.get(one)
+        if one in self.programs and known is not None:
+            return known
+        row: Row | None = None
+        try:
+            row = self._lowered(one, None)
+            if self.problem.budget < row.peak <= self.problem.budget * SLACK:
+                row = self._lowered(one, self.problem.budget)
+        except FzeroError as error:
+            row = row or Row(one, math.inf, 0, 0, str(error).partition("\n")[0][:SHOWN])
+        return row
 
     def tightest(self, one: Candidate) -> Row:
         """What a candidate needs at least: nothing is brought before it is needed."""
-        table = by_rates(self.problem.machine, one.ranks)
-        least = replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=_always(SMALL_TILE))
-        return self._lowered(one, None, least)
+        return self._lowered(one, None, sparing(self.problem.machine, one.ranks))
 
     def _lowered(self, one: Candidate, budget: int | None, deciders: Deciders | None = None) -> Row:
         of, mesh = self.problem, one.ranks
         spec = replace(one.spec(of.spec), device_bytes=budget)
         lowered = lowered_of(of, spec, mesh, deciders or by_rates(of.machine, mesh))
         self.programs[one] = lowered
+        if budget is not None:
+            self.pressed.add(one)
         return Row(one, step_seconds(lowered, of.machine), lowered.memory.peak, host_bytes(lowered))
+
+    def _probed(self, one: Candidate) -> Row | None:
+        of, mesh = self.problem, one.ranks
+        spec = replace(one.spec(of.spec), device_bytes=None)
+        found = probed(of, spec, mesh, by_rates(of.machine, mesh))
+        if found is not None and of.budget < found.peak <= of.budget * SLACK:
+            tighter = probed(of, spec, mesh, sparing(of.machine, mesh))
+            found = tighter if tighter is not None and tighter.peak <= of.budget else found
+        return None if found is None else Row(one, found.seconds, found.peak, found.host, probed=True)
 
 
 def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
@@ -146,36 +166,3 @@ def _alike(rows: Sequence[Row], one: Candidate, names: Sequence[str]) -> Sequenc
 
 def _mean(ratios: Sequence[float]) -> float:
     return sum(ratios) / len(ratios) if ratios else 1.0
-
-
-def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None) -> Lowered:
-    """The programs of a spec over a mesh. Raises FzeroError where there are none."""
-    if problem.rows % mesh.data_ranks:
-        raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
-    batch = problem.batch_of(problem.rows // mesh.data_ranks)
-    return lower(spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders)
-
-
-def step_seconds(lowered: Lowered, machine: Hardware) -> float:
-    """Of all roles together, as simulated."""
-    return max(t.seconds for t in roles_time(lowered.programs, machine.rates(lowered.plan.mesh)).values())
-
-
-def host_bytes(lowered: Lowered) -> int:
-    """Of the fullest rank's host, if anything is held there."""
-    return max(memory.spaces[HOST] for memory in lowered.memories.values())
-
-
-def _always(value: int) -> Callable[..., Choice[int]]:
-    return lambda *_: Choice(value, "as little as there is")
-
-
-def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
-    """The functions that decide, by the machine's figures in place of those measured here."""
-    rates = machine.rates(mesh)
-    return replace(
-        DECIDERS,
-        bucket_bytes=lambda _: bucket_bytes({}),
-        prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
-        update_on=lambda program, _: cheaper_place(program, rates),
-    )

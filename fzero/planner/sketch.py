@@ -10,13 +10,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fzero.api import lower
-from fzero.cost.memory import account
-from fzero.cost.step_time import op_seconds
+import torch
+
+from fzero import tree
+from fzero.compile.decide import DECIDERS
+from fzero.compile.resolve import mesh_of
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE
-from fzero.ir.program import Program
 from fzero.planner.candidates import Candidate, sharded
+from fzero.planner.deep import takes
+from fzero.planner.probes import Foretold
 from fzero.planner.problem import Problem
 
 SAVER = 0.002  # of two that are alike, the one with fewer means to save memory
@@ -97,7 +100,7 @@ class Sketch:
 
 def sketched(problem: Problem) -> Sketch:
     """The sketch of a step. Raises as `fzero.lower`."""
-    spec, machine, params_like, batch_of = problem.spec, problem.machine, problem.params_like, problem.batch_of
+    spec = problem.spec
     rows = max(1, problem.rows // problem.world_size)
     axes = {axis: 1 for dims in (spec.shard or {}).values() for axis in dims.axes}
     alone = replace(
@@ -107,35 +110,23 @@ def sketched(problem: Problem) -> Sketch:
     remats: list[Any] = ["none", "full"]
     if spec.remat not in remats:
         remats.insert(0, spec.remat)
-    seconds: dict[Any, float] = {}
-    activations: dict[Any, int] = {}
-    update, held, wire = 0.0, {"param": 0, "optimizer": 0}, 1.0
-    for remat in remats:
-        program = lower(replace(alone, remat=remat), params_like, batch_of(rows), world_size=1).program
-        key = remat if isinstance(remat, str) else "by rules"
-        seconds[key], update = _seconds(program, machine)
-        held = {kind: _held(program, kind) for kind in held}
-        activations[key] = max(account(program).peak - sum(held.values()) - held["param"], 0)
-        wire = _narrowest(program) if spec.numerics.policy.compute else 1.0
-    one_row = 1.0
-    if rows > 1:
-        small = lower(replace(alone, remat=remats[0]), params_like, batch_of(1), world_size=1).program
-        one_row = _seconds(small, machine)[0] / next(iter(seconds.values()))
-    return Sketch(rows, seconds, activations, one_row, update, held["param"], held["optimizer"], wire, len(program.ops))
+    there = replace(problem, world_size=1)
+
+    def found(remat: Any, rows: int) -> Foretold:
+        return takes(replace(there, rows=rows), replace(alone, remat=remat), mesh_of(alone, 1), DECIDERS)
+
+    by_remat = {remat if isinstance(remat, str) else "by rules": found(remat, rows) for remat in remats}
+    last = by_remat["full"]
+    seconds = {key: found.busy[0] for key, found in by_remat.items()}
+    params, optimizer = last.held("param"), last.held("optimizer")
+    activations = {key: max(found.peak - optimizer - 2 * params, 0) for key, found in by_remat.items()}
+    one_row = found(remats[0], 1).busy[0] / next(iter(seconds.values())) if rows > 1 else 1.0
+    wire = 2 / _widest(problem.params_like) if spec.numerics.policy.compute else 1.0
+    return Sketch(rows, seconds, activations, one_row, last.busy[1], params, optimizer, wire, len(last.tokens[0]))
 
 
-def _seconds(program: Program, machine: Hardware) -> tuple[float, float]:
-    """(of the loss and its gradient, of the update)."""
-    rates = machine.rates(program.mesh)
-    taken = [(op.is_update, op_seconds(program, op, rates)[1]) for op in program.ops if not op.is_wait]
-    return sum(s for update, s in taken if not update), sum(s for update, s in taken if update)
-
-
-def _held(program: Program, kind: str) -> int:
-    return sum(buffer.nbytes for buffer in program.buffers.values() if buffer.kind == kind)
-
-
-def _narrowest(program: Program) -> float:
-    """The share of the parameters' bytes that the narrow dtype of their casts has."""
-    sizes = [b.dtype.itemsize for b in program.buffers.values() if b.kind == "param"]
-    return 2 / max(sizes, default=2)
+def _widest(params: Any) -> int:
+    """The bytes of an element of the parameters, the most that there are."""
+    if callable(params):
+        return 4
+    return max((x.element_size() for x in tree.flatten(params)[1] if isinstance(x, torch.Tensor)), default=4)

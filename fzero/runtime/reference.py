@@ -15,6 +15,7 @@ from torch import fx
 
 from fzero.capture.graph import Graph, Region
 from fzero.ir import fx_nodes
+from fzero.kernels.codecs import codec_named, decode, encode
 
 
 def reference(
@@ -38,6 +39,8 @@ def reference(
             results: list[Any] = [_region(graph.regions[a[0][1]], a[0][0]) for a in args]
         elif node.target is torch.ops.fzero.reduce.default:
             results = [_all_reduce([a[0][0] for a in args], node.args[1])] * n
+        elif node.target is torch.ops.fzero.coded_mean.default:
+            results = _coded_mean([a[0] for a in args])
         elif node.target is torch.ops.fzero.axis_index.default:
             results = [node.target(*a[0]) + rank for rank, a in enumerate(args)]
         else:
@@ -65,6 +68,38 @@ def _region(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor
         else:
             results.append(sum(parts) / k if parts[0].dtype.is_floating_point else parts[-1])
     return results if k > 1 else list(runs[0])
+
+
+def _coded_mean(calls: Sequence[Sequence[Any]]) -> list[list[torch.Tensor]]:
+    """By rank, the mean of what all ranks send, decoded and added in their order, and the new errors.
+
+    Each leaf is coded by itself."""
+    n, (first, _, sizes, name, both, _) = len(calls), calls[0]
+    if n == 1:
+        return [[sum(calls[0][1], start=first.clone()), *map(torch.zeros_like, calls[0][1])]]
+    codec = codec_named(name)
+
+    def through(flat: torch.Tensor) -> torch.Tensor:
+        """What comes back of a value that was coded; padding stays zero."""
+        back, at = torch.zeros_like(flat), 0
+        for size in sizes:
+            back[at : at + size] = decode(encode(flat[at : at + size], codec), size, codec)
+            at += -(-size // 64) * 64
+        return back
+
+    values = [x + errors[0] if errors else x for x, errors, *_ in calls]
+    backs = [through(value) for value in values]
+    mean = sum(backs[1:], start=backs[0]) / n
+    results = [[value - back] if call[1] else [] for value, back, call in zip(values, backs, calls, strict=True)]
+    if both:
+        length = -(-len(first) // (64 * n)) * 64
+        owed = torch.cat([call[1][1] for call in calls])[: len(first)] if calls[0][1] else torch.zeros_like(mean)
+        sent = through(mean + owed)
+        lost = torch.nn.functional.pad(mean + owed - sent, (0, n * length - len(first))).view(n, length)
+        for rank, own in enumerate(results):
+            own += [lost[rank]] if calls[0][1] else []
+        mean = sent
+    return [[mean, *own] for own in results]
 
 
 def _all_reduce(parts: Sequence[torch.Tensor], how: str) -> torch.Tensor:

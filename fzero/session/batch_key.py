@@ -1,5 +1,7 @@
 """batch_key: what of a batch decides its program, and a Python value in it that changes.
 
+The phase of the run decides it too: it is a function of the step number, known on the host (`fzero.phases`).
+
 A tensor counts by shape and dtype, another leaf by its value. A number that changes would be a program a step. So from
 its first change on it is a 0-d tensor of the batch: one program serves all its values. `fzero.static` is exempt, and so
 is a bool, which has two values. A string cannot be a tensor: one that changes and is not marked is refused.
@@ -32,11 +34,12 @@ class Plain(NamedTuple):
     text: str
 
 
-def key_of(batch: Any, device: torch.device) -> Key:
-    """What the program of a batch depends on. Raises TreeError for a leaf whose value could change unseen."""
+def key_of(batch: Any, device: torch.device, phase: str = "") -> Key:
+    """What the program of a batch depends on, in a phase of the run ("" without phases). Raises TreeError for a leaf
+    whose value could change unseen."""
     paths, leaves, treedef = tree.flatten(batch)
     shown = [(path, _entry(leaf_name("batch", path), leaf)) for path, leaf in zip(paths, leaves, strict=True)]
-    return (tuple(shown), str(treedef), *ambient.settings(device))
+    return (tuple(shown), str(treedef), *ambient.settings(device), f"phase {phase!r}")
 
 
 def has_plain(batch: Any) -> bool:

@@ -113,25 +113,38 @@ class Session:
         """The state's pytree, with a `ShardedTensor` for each leaf."""
         return tree.unflatten(self.treedef, [ShardedTensor(leaf, self, life) for leaf in self.plan.leaves])
 
-    def compiled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Lowered:
-        """The program for a batch of this structure, shapes, dtypes and static values: the step's, or that of the
-        evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
+    def compiled(self, batch: Any, fn: Callable[..., Any] | None = None, step: int = 0) -> Lowered:
+        """The program for a batch of this structure, shapes, dtypes and static values: that of the step after `step`
+        steps, or of the evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
         if fn is not None:
             key = key_of(batch["batch"], self.device)  # so that errors name its leaves
             return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
-        key = key_of(batch, self.device)
+        phase = self.phase(step)
+        key = key_of(batch, self.device, phase)
         self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
         if key not in self.programs and self.last_key not in (None, key):
             log.warning("fzero: a new program is traced: %s", difference(self.last_key, key))
-        lowered = self.programs[key] if key in self.programs else self._lowered(batch, None)
-        self.programs = _with_last(self.programs, key, lowered)
+        for name in self._phases_from(phase) if key not in self.programs else (phase,):  # the others before their turn
+            own = key_of(batch, self.device, name)
+            lowered = self.programs[own] if own in self.programs else self._lowered(batch, None, name)
+            self.programs = _with_last(self.programs, own, lowered)
         self.last_key = key
-        if len(self.programs) > MAX_PROGRAMS:  # of one text, with other constants
+        while len(self.programs) > MAX_PROGRAMS:  # of one text, with other constants
             self._drop(self.programs, next(iter(self.programs)))
         return lowered
 
-    def settled(self, batch: Any, fn: Callable[..., Any] | None = None) -> Any:
-        """The batch of a step, or of the evaluation of `fn`, with the numbers that change as tensors.
+    def phase(self, step: int) -> str:
+        """The phase of the run that comes after so many steps; "" without phases."""
+        return "" if self.spec.phases is None else self.spec.phases.at(step)
+
+    def _phases_from(self, phase: str) -> list[str]:
+        """All phases of the run, this one last."""
+        names = [""] if self.spec.phases is None else [*self.spec.phases.each]
+        return [*(name for name in names if name != phase), phase]
+
+    def settled(self, batch: Any, fn: Callable[..., Any] | None = None, step: int = 0) -> Any:
+        """The batch of the step after `step` steps, or of the evaluation of `fn`, with the numbers that change as
+        tensors.
 
         Raises TreeError for a string that changes.
         """
@@ -140,7 +153,7 @@ class Session:
         inputs = self.inputs.get(fn, frozenset())
         batch = with_tensors(batch, inputs, self.device)
         keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] is fn]
-        changes = [*changed(key_of(batch, self.device), keys)]
+        changes = [*changed(key_of(batch, self.device, self.phase(step) if fn is None else ""), keys)]
         check_strings(changes)
         for path, before, now in changes:
             log.warning(
@@ -176,48 +189,36 @@ class Session:
     def _drop(self, programs: dict[Any, Lowered], key: Any) -> None:
         self.bound.pop(id(programs.pop(key)), None)
 
-    def _lowered(self, batch: Any, fn: Callable[..., Any] | None) -> Lowered:
+    def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             rates = self.transport.rates
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
-            with own_changes_forgotten(others), self._numbers_named(fn):
-                lowered = checked_step(self.spec, state, batch, self.plan, self.transport.name, fn, costs, rates)
+            with own_changes_forgotten(others), _numbers_named(self.inputs.get(fn, frozenset())):
+                name = self.transport.name
+                lowered = checked_step(self.spec, state, batch, self.plan, name, fn, costs, rates, phase=phase)
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():
             log.info("fzero: %s", chosen)
         return lowered
 
-    @contextmanager
-    def _numbers_named(self, fn: Callable[..., Any] | None) -> Iterator[None]:
-        """Adds to an error of a trace which of its tensors are Python numbers."""
-        try:
-            yield
-        except (CaptureError, TypeError, ValueError) as error:
-            if not (paths := self.inputs.get(fn)):
-                raise
-            names = " and ".join(leaf_name("batch", path) for path in sorted(paths))
-            raise CaptureError(
-                f"{error}. {names}: a Python number that changed, and so a tensor here. Where its value decides the "
-                "program, mark it in the batch: fzero.static(x)"
-            ) from error
-
     def bind(self, lowered: Lowered) -> Executor:
         """The program's executor on this rank's memory. All programs of a session share one arena, since they never run
-        at the same time."""
+        at the same time. It has room for those of later phases: a run must not end for want of memory at its switch."""
         program = lowered.on(self.rank)
-        if program.arena_bytes > self.arena.numel():
+        known = [program, *(other.on(self.rank) for other in self.programs.values())]
+        if (room := max(one.arena_bytes for one in known)) > self.arena.numel():
             self.bound.clear()  # they hold the old arena
             self.arena = self.arena.new_empty(0)
-            self.arena = self.transport.block(program.arena_bytes)
-        if program.arenas[HOST] > self.host_arena.numel():
+            self.arena = self.transport.block(room)
+        if (room := max(one.arenas[HOST] for one in known)) > self.host_arena.numel():
             self.bound.clear()
             self.host_arena = self.host_arena.new_empty(0)
-            self.host_arena = host_memory(self.device, program.arenas[HOST])
+            self.host_arena = host_memory(self.device, room)
         if self.memory.file is not None:
-            self.memory.file.grow(program.arenas[DISK])
+            self.memory.file.grow(max(one.arenas[DISK] for one in known))
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
             memory = {**self.memory.in_memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
@@ -304,6 +305,21 @@ def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]
     ['b', 'a']
     """
     return {**{other: held for other, held in table.items() if other != key}, key: value}
+
+
+@contextmanager
+def _numbers_named(paths: frozenset[str]) -> Iterator[None]:
+    """Adds to an error of a trace which of its tensors are Python numbers: those of the batch at these paths."""
+    try:
+        yield
+    except (CaptureError, TypeError, ValueError) as error:
+        if not paths:
+            raise
+        names = " and ".join(leaf_name("batch", path) for path in sorted(paths))
+        raise CaptureError(
+            f"{error}. {names}: a Python number that changed, and so a tensor here. Where its value decides the "
+            "program, mark it in the batch: fzero.static(x)"
+        ) from error
 
 
 def session_of(state: State) -> Session:

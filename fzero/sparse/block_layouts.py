@@ -1,12 +1,16 @@
-"""block_layouts: which blocks of keys each block of queries may look at, by DeepSpeed's parameter names.
+"""block_layouts: which blocks of keys each block of queries looks at, by DeepSpeed's parameter names.
 
-A layout is bool (heads, rows, columns), counted in blocks of `block` tokens.
+The tables are DeepSpeed's bit for bit (0.14.4). attention="unidirectional" is causal, token by token. DeepSpeed leaves
+the block of the diagonal to a mask of the user's, and lets the future through in blocks above it: random ones of
+`variable`, and global ones several blocks wide of `variable` and `fixed`. A unidirectional `bigbird` takes several
+random blocks, where DeepSpeed always raises.
 
->>> longformer(1, 64, num_sliding_window_blocks=3)[0].int()
-tensor([[1, 1, 1, 1],
-        [1, 1, 1, 0],
-        [1, 1, 1, 1],
-        [1, 0, 1, 1]], dtype=torch.int32)
+>>> print(longformer(1, 64, num_sliding_window_blocks=3))
+64 tokens in blocks of 16: 14 of 16 blocks
+# # # #
+# # # .
+# # # #
+# . # #
 """
 
 from __future__ import annotations
@@ -16,25 +20,74 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fzero import random
 from fzero.errors import SpecError
+from fzero.sparse.block_layout import BlockLayout
 
 _DIRECTIONS = ("unidirectional", "bidirectional")
 
 
-def dense(num_heads: int, seq_len: int, *, block: int = 16) -> Tensor:
+def sliding_window(seq_len: int, *, window: int, causal: bool = False, block: int | None = None) -> BlockLayout:
+    """Each query looks at the tokens near it, exactly, whatever the block.
+
+    window: causal, a query sees itself and the window - 1 tokens before it; else the window // 2 on each side. block:
+    of work; None is the largest of 64, 32 and 16 that divides. Raises SpecError for a length that it does not divide.
+
+    >>> print(sliding_window(64, window=20, causal=True, block=16))
+    64 tokens in blocks of 16, keys from 19 back to 0 ahead: 9 of 16 blocks
+    # . . .
+    # # . .
+    # # # .
+    . # # #
+    """
+    if window < 1:
+        raise SpecError(f"sliding_window: window={window}; needed at least 1 token")
+    block = block_for(seq_len) if block is None else block
+    _blocks("sliding_window", seq_len, block)
+    side = window - 1 if causal else window // 2
+    return BlockLayout(seq_len, block, left=side, right=0 if causal else side)
+
+
+def block_for(seq_len: int) -> int:
+    """The largest of the blocks 64, 32 and 16 that divides a length: on the CPU the fastest from 512 tokens on.
+
+    >>> block_for(512), block_for(4096 + 32)
+    (64, 32)
+    """
+    fits = [size for size in (64, 32, 16) if seq_len % size == 0]
+    if not fits:
+        _blocks("sliding_window", seq_len, 16)
+    return fits[0]
+
+
+def dense(num_heads: int, seq_len: int, *, block: int = 16) -> BlockLayout:
     """Every block looks at every block."""
-    n = _blocks("dense", seq_len, block)
-    return torch.ones(num_heads, n, n, dtype=torch.bool)
+    _blocks("dense", seq_len, block)
+    return BlockLayout(seq_len, block)
 
 
-def from_mask(mask: Tensor, *, block: int = 16) -> Tensor:
-    """The blocks of a bool mask (heads, tokens, tokens) that hold a True."""
+def from_mask(mask: Tensor, *, block: int = 16) -> BlockLayout:
+    """The blocks of a bool mask (heads, tokens, tokens) that hold a True, each with all of its tokens."""
     if mask.dtype != torch.bool or mask.ndim != 3 or mask.shape[1] != mask.shape[2]:
         raise SpecError(
             f"from_mask: given {mask.dtype} of shape {tuple(mask.shape)}; needed bool (heads, tokens, tokens)"
         )
     n = _blocks("from_mask", mask.shape[1], block)
-    return mask.view(len(mask), n, block, n, block).any(4).any(2)
+    return BlockLayout.of_blocks(mask.view(len(mask), n, block, n, block).any(4).any(2), block)
+
+
+def from_columns(columns: Tensor, *, block: int = 16, causal: bool = False) -> BlockLayout:
+    """The blocks that a computation has chosen, as a learned attention does; it may run within a step.
+
+    columns: int (1 or batch, 1 or heads, rows, width), the key blocks of each row in any order, each once; -1 is none.
+    """
+    if columns.ndim != 4 or columns.dtype.is_floating_point or columns.dtype is torch.bool:
+        given = f"{columns.dtype} of shape {tuple(columns.shape)}"
+        raise SpecError(f"from_columns: given {given}; needed int (batch, heads, rows, width)")
+    rows = columns.shape[2]
+    ordered = torch.sort(columns.where(columns >= 0, rows), dim=-1).values
+    own = ordered.masked_fill(ordered == rows, -1).to(torch.int32)
+    return BlockLayout(rows * block, block, own, right=0 if causal else None)
 
 
 def longformer(
@@ -46,27 +99,15 @@ def longformer(
     global_block_indices: Sequence[int] = (0,),
     global_block_end_indices: Sequence[int] | None = None,
     attention: str = "bidirectional",
-) -> Tensor:
+) -> BlockLayout:
     """A window around the diagonal, and blocks that look at all and that all look at."""
     n = _blocks("longformer", seq_len, block)
     _direction("longformer", attention)
-    if num_sliding_window_blocks > n:
-        raise SpecError(
-            f"longformer: num_sliding_window_blocks={num_sliding_window_blocks} of {n} blocks; needed at most {n}"
-        )
-    ends = [i + 1 for i in global_block_indices] if global_block_end_indices is None else global_block_end_indices
-    if len(ends) != len(global_block_indices):
-        raise SpecError(
-            f"longformer: {len(global_block_indices)} global_block_indices, {len(ends)} ends; needed one end each"
-        )
-    at = torch.arange(n)
-    out = (at[:, None] - at).abs() <= num_sliding_window_blocks // 2
-    for start, end in zip(global_block_indices, ends, strict=True):
-        if not 0 <= start < end:
-            raise SpecError(f"longformer: global blocks {start} to {end}; needed 0 <= start < end")
+    out = _window("longformer", n, num_sliding_window_blocks)
+    for start, end in _global_blocks("longformer", global_block_indices, global_block_end_indices):
         out[start:end] = True
         out[:, start:end] = True
-    return _of_heads(out.tril() if attention == "unidirectional" else out, num_heads)
+    return _made(_below(out[None], attention), block, attention)
 
 
 def fixed(
@@ -80,7 +121,7 @@ def fixed(
     horizontal_global_attention: bool = False,
     num_different_global_patterns: int = 1,
     different_layout_per_head: bool = False,
-) -> Tensor:
+) -> BlockLayout:
     """Windows side by side, whose last blocks (or, head by head, those before) all others look at too."""
     n = _blocks("fixed", seq_len, block)
     _direction("fixed", attention)
@@ -107,11 +148,131 @@ def fixed(
             if horizontal_global_attention:
                 out[start : start + num_global_blocks] = True
         heads.append(out)
-    return torch.stack([heads[h % num_different_global_patterns] for h in range(num_heads)])
+    return _made(torch.stack([heads[h % num_different_global_patterns] for h in range(num_heads)]), block, attention)
 
 
-def _of_heads(one: Tensor, num_heads: int) -> Tensor:
-    return one.expand(num_heads, -1, -1).clone()
+def variable(
+    num_heads: int,
+    seq_len: int,
+    *,
+    block: int = 16,
+    num_random_blocks: int = 0,
+    local_window_blocks: Sequence[int] = (4,),
+    global_block_indices: Sequence[int] = (0,),
+    global_block_end_indices: Sequence[int] | None = None,
+    attention: str = "bidirectional",
+    horizontal_global_attention: bool = False,
+    different_layout_per_head: bool = False,
+    key: Tensor | None = None,
+    random_blocks: Tensor | None = None,
+) -> BlockLayout:
+    """Windows of several sizes side by side (the last one repeats), blocks that all look at, and random blocks.
+
+    key: of `fzero.random`, for the random blocks. random_blocks: these, given: int (1 or heads, rows, number of them).
+    """
+    n = _blocks("variable", seq_len, block)
+    _direction("variable", attention)
+    if horizontal_global_attention and attention == "unidirectional":
+        raise SpecError("variable: horizontal_global_attention needs attention='bidirectional'")
+    if not local_window_blocks or min(local_window_blocks) < 1:
+        raise SpecError(f"variable: local_window_blocks={local_window_blocks!r}; needed sizes of at least 1")
+    own, at = torch.zeros(n, n, dtype=torch.bool), 0
+    sizes = iter(local_window_blocks)
+    while at < n:
+        size = next(sizes, local_window_blocks[-1])
+        own[at : at + size, at : at + size] = True
+        at += size
+    own = _below(own, attention)
+    for start, end in _global_blocks("variable", global_block_indices, global_block_end_indices):
+        own[start if attention == "unidirectional" else 0 :, start:end] = True
+        if horizontal_global_attention:
+            own[start:end] = True
+    heads = num_heads if different_layout_per_head else 1
+    drawn = _random("variable", heads, n, num_random_blocks, False, key, random_blocks)
+    return _made(drawn | own, block, attention)
+
+
+def bigbird(
+    num_heads: int,
+    seq_len: int,
+    *,
+    block: int = 16,
+    num_random_blocks: int = 1,
+    num_sliding_window_blocks: int = 3,
+    num_global_blocks: int = 1,
+    attention: str = "bidirectional",
+    different_layout_per_head: bool = False,
+    key: Tensor | None = None,
+    random_blocks: Tensor | None = None,
+) -> BlockLayout:
+    """A window, the first blocks (they look at all, and all look at them), and random blocks.
+
+    key: of `fzero.random`, for the random blocks. random_blocks: these, given: int (1 or heads, rows, number of them).
+
+    >>> layout = bigbird(4, 1024, key=random.key(0))
+    >>> torch.equal(layout.columns, bigbird(4, 1024, key=random.key(0)).columns)
+    True
+    """
+    n = _blocks("bigbird", seq_len, block)
+    _direction("bigbird", attention)
+    own = _window("bigbird", n, num_sliding_window_blocks)
+    if not 0 <= num_global_blocks <= n:
+        raise SpecError(f"bigbird: num_global_blocks={num_global_blocks} of {n} blocks; needed at most {n}")
+    own[:num_global_blocks] = True
+    own[:, :num_global_blocks] = True
+    heads = num_heads if different_layout_per_head else 1
+    drawn = _random("bigbird", heads, n, num_random_blocks, attention == "unidirectional", key, random_blocks)
+    return _made(_below(drawn | own, attention), block, attention)
+
+
+def _below(blocks: Tensor, attention: str) -> Tensor:
+    return blocks.tril() if attention == "unidirectional" else blocks
+
+
+def _random(
+    name: str, heads: int, n: int, count: int, causal: bool, key: Tensor | None, given: Tensor | None
+) -> Tensor:
+    """bool (heads, n, n) with `count` random blocks in each row; causal: of those up to the diagonal."""
+    out = torch.zeros(heads, n, n, dtype=torch.bool)
+    if not 0 <= count <= n:
+        raise SpecError(f"{name}: num_random_blocks={count} of {n} blocks; needed at most {n}")
+    if count and given is None:
+        if key is None:
+            raise SpecError(f"{name}: num_random_blocks={count}; needed key=fzero.random.key(0), or random_blocks=")
+        numbers = random.uniform(key, (heads, n, n))
+        ahead = torch.ones(n, n, dtype=torch.bool).triu(1) & causal
+        given = torch.argsort(numbers.masked_fill(ahead, 2.0), dim=-1, stable=True)[..., :count]
+    if given is None:
+        return out
+    if given.shape not in ((heads, n, count), (1, n, count)) or int(given.min()) < 0 or int(given.max()) >= n:
+        raise SpecError(
+            f"{name}: random_blocks has shape {tuple(given.shape)}; needed ({heads}, {n}, {count}), from 0 to {n - 1}"
+        )
+    return out.scatter_(2, given.long().expand(heads, -1, -1), True)
+
+
+def _window(name: str, n: int, wide: int) -> Tensor:
+    """bool (n, n): `wide` blocks around the diagonal."""
+    if wide > n:
+        raise SpecError(f"{name}: num_sliding_window_blocks={wide} of {n} blocks; needed at most {n}")
+    at = torch.arange(n)
+    return (at[:, None] - at).abs() <= wide // 2
+
+
+def _global_blocks(name: str, starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
+    """The runs of global blocks, each as (first, past the last)."""
+    stops = [i + 1 for i in starts] if ends is None else ends
+    if len(stops) != len(starts):
+        raise SpecError(f"{name}: {len(starts)} global_block_indices, {len(stops)} ends; needed one end each")
+    for start, stop in zip(starts, stops, strict=True):
+        if not 0 <= start < stop:
+            raise SpecError(f"{name}: global blocks {start} to {stop}; needed 0 <= start < end")
+    return list(zip(starts, stops, strict=True))
+
+
+def _made(blocks: Tensor, block: int, attention: str) -> BlockLayout:
+    """The layout of bool blocks (1 or heads, rows, columns)."""
+    return BlockLayout.of_blocks(blocks, block, right=0 if attention == "unidirectional" else None)
 
 
 def _blocks(name: str, seq_len: int, block: int) -> int:

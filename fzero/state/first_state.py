@@ -64,19 +64,20 @@ class Recipe:
     step = 0
 
     def __init__(
-        self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None
+        self, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], device: torch.device | None = None, ranks: int = 1
     ) -> None:
-        """Traces `fn(*inputs)`. Raises TreeError for a leaf that no state can hold, CaptureError for a function that
-        cannot be traced."""
+        """Traces `fn(*inputs)`, of a state on so many ranks of the data. Raises TreeError for a leaf that no state can
+        hold, CaptureError for a function that cannot be traced."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         shown: dict[str, Any] = {}
 
         def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
             paths, leaves, shown["treedef"] = tree.flatten(fn(*xs))
-            shown["per_rank"] = tuple(p for p, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank))
+            marked = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, PerRank)}
+            shown["per_rank"], shown["sliced"] = (*marked,), {path for path, x in marked.items() if x.sliced}
             shown["paths"] = paths
             check_names("state", paths)
-            return [_as_tensor(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+            return [_as_tensor(path, leaf, ranks) for path, leaf in zip(paths, leaves, strict=True)]
 
         tracing = Tracing(mode, (fn,))
         with mode:
@@ -89,6 +90,7 @@ class Recipe:
         self.paths: list[str] = shown["paths"]
         self.treedef = shown["treedef"]
         self.per_rank: tuple[str, ...] = shown["per_rank"]
+        self.sliced: set[str] = shown["sliced"]  # of these, the leaves whose ranks hold slices of one value
         self.values = [node.meta["val"] for node in fx_nodes.outputs(self.gm.graph)]
 
     def place(
@@ -130,9 +132,9 @@ def fingerprint(value: torch.Tensor) -> str:
     return hashlib.blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=8).hexdigest()
 
 
-def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+def _as_tensor(path: str, leaf: Any, ranks: int) -> torch.Tensor:
     """A leaf of the first state as a tensor; a plain number becomes a 0-d tensor. Raises TreeError otherwise."""
-    leaf = leaf.value if isinstance(leaf, PerRank) else leaf
+    leaf = leaf.on(ranks) if isinstance(leaf, PerRank) else leaf
     if isinstance(leaf, torch.Tensor):
         check_leaf(leaf_name("state", path), leaf)
         return leaf.detach() if leaf.requires_grad else leaf

@@ -16,15 +16,29 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Graph, Region
+from fzero.capture.step_ops import CodedCall
+from fzero.ir import coded_mean as kernel
 from fzero.ir import fx_nodes
 from fzero.ir.code_ops import CodeOps
 from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
 from fzero.ir.recorder import record
 from fzero.ir.records import SlotKey
+from fzero.kernels.codecs import codec_named, message_bytes
 from fzero.plan.state_plan import Plan
 from fzero.plan.wires import Wire
-from fzero.verify.terms import Term, apply, digest, evaluate, exchanged, metric, part, reduced, term
+from fzero.verify.terms import (
+    Term,
+    apply,
+    digest,
+    evaluate,
+    exchanged,
+    metric,
+    moved,
+    part,
+    reduced,
+    term,
+)
 
 aten = torch.ops.aten
 
@@ -69,6 +83,8 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, program: Program) -> st
                 source, how, axis = node.args
                 n = plan.mesh.size(str(axis))
                 values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
+        elif node.target is torch.ops.fzero.coded_mean.default:
+            _coded_terms(plan, node, values)
         elif node.target is torch.ops.fzero.axis_index.default:
             values[node] = term("input", f"rank:{node.args[0]}", None)
         elif node not in values:
@@ -122,6 +138,37 @@ def _region_terms(
                 folded.add(user)
         values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
     return folded
+
+
+def _coded_terms(plan: Plan, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+    """Sets the values of the results of a mean that travels in codes."""
+    call = CodedCall.of(node)
+    like, n = call.x.meta["val"], plan.mesh.size(call.axis)
+    x, errors = values[call.x], [values[e] for e in call.errors]
+    if n == 1:
+        results = _computed(kernel.alone, [x, *errors], [like, *(e.meta["val"] for e in call.errors)])
+    else:
+        length = kernel.slice_length(call.sizes, n)
+        parts = like.new_empty(n * message_bytes(length, codec_named(call.codec)), dtype=torch.uint8)
+        mean, place = like.new_empty(length), like.new_empty((), dtype=torch.int64)
+        code = partial(kernel.sent, sizes=call.sizes, ranks=n, codec=call.codec)
+        add = partial(kernel.averaged, sizes=call.sizes, ranks=n, codec=call.codec, both=call.both)
+        join = partial(kernel.joined, sizes=call.sizes, ranks=n, codec=call.codec, both=call.both)
+        sent, *worker = _computed(code, [x, *errors[:1]], [like, like])
+        rank, arrived = term("input", f"rank:{call.axis}", None), moved("all_to_all", sent, call.axis, n)
+        own, *server = _computed(add, [arrived, rank, *errors[1:]], [parts, place, mean])
+        whole = parts if call.both else like.new_empty(n * length)
+        results = [*_computed(join, [moved("all_gather", own, call.axis, n)], [whole]), *worker, *server]
+    for pick in node.users:
+        values[pick] = results[int(str(pick.args[1]))]
+
+
+def _computed(fn: Callable[..., list[torch.Tensor]], values: Sequence[Any], likes: Sequence[torch.Tensor]) -> list[Any]:
+    """The terms of the results of a function of tensors of these forms."""
+    with FakeTensorMode():
+        fakes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _, x in zip(values, likes, strict=False)]
+        gm = record(fn, fakes)
+    return evaluate(gm, values)[0]
 
 
 Coders = tuple[Callable[[Any], Any], Callable[[Any], Any]]

@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from fzero.ir import fx_nodes
-from fzero.ir.mesh import parts_of
+from fzero.ir.mesh import DATA, parts_of
 from fzero.ir.op_info import of
 from fzero.ir.records import ALIGN, Per
 from fzero.shard.ops import TRANSFERS
@@ -208,10 +208,13 @@ def reduced(value: Any, how: str, axis: str, world: int, divisor: int) -> Any:
 
 
 def moved(kind: str, value: Any, axis: str, world: int, how: Any = "sum") -> Any:
-    """The term of a transfer of a value that lies in parts: what every rank, or the own part of it, has then."""
+    """The term of a transfer of a value that lies in parts: what every rank, or the own part of it, has then.
+
+    Over data axes ranks differ: parts that are exchanged do, and all of them together are the same on every rank."""
     if kind == "all_reduce":
         return reduced(value, how, axis, world, 1)
-    return term("moved", kind, axis, world, value)
+    done, over = term("moved", kind, axis, world, value), frozenset(parts_of(axis)) & frozenset(DATA)
+    return done.over(done.varies - over if kind == "all_gather" else done.varies | over)
 
 
 def exchanged(value: Any, axis: str, world: int) -> Any:

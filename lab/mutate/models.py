@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero import functional, optim, tree
+from fzero.error_feedback import coded_error, coded_mean
 
 ROWS = 6  # of a rank's batch: one, two or three microbatches divide it
 Tx = optim.GradientTransformation
@@ -187,6 +188,24 @@ def _partial_state(params: Any, tx: Tx) -> Any:
     return {"params": params, "opt_state": tx.init([last]), "slow": last, "turn": torch.zeros((), dtype=torch.int64)}
 
 
+def _coded(tx: Tx) -> Callable[[Any, Any], Any]:
+    """Local gradients, whose mean travels in signs both ways, with what the codes lost kept for the next step."""
+
+    def step(state: Any, batch: Any) -> Any:
+        value, grads = functional.value_and_grad(_mlp_loss, reduce=False)(state["params"], batch)
+        mean, owed = coded_mean(grads, state["owed"], "sign", both_ways=True)
+        updates, opt_state = tx.update(mean, state["opt_state"], state["params"])
+        return {"params": optim.apply_updates(state["params"], updates), "opt_state": opt_state, "owed": owed}, {
+            "loss": value
+        }
+
+    return step
+
+
+def _coded_state(params: Any, tx: Tx) -> Any:
+    return {"params": params, "opt_state": tx.init(params), "owed": coded_error(params, both_ways=True)}
+
+
 MODELS: dict[str, Model] = {
     "mlp": Model(_layers, _pairs, _mlp_loss),
     "gpt": Model(_gpt_params, _tokens, _gpt_loss, part="blocks/**"),
@@ -197,6 +216,7 @@ MODELS: dict[str, Model] = {
     "averaged": Model(_layers, _pairs, step=_averaged, state=_averaged_state, part="ema/**"),
     "aux": Model(_layers, _pairs, step=_with_aux, part="**/w",
                  state=lambda p, tx: {"params": p, "opt_state": tx.init(p), "mean": torch.zeros(8)}),
+    "coded": Model(_layers, _pairs, step=_coded, state=_coded_state, part="**/w"),
     "partial": Model(_layers, _pairs, step=_partial, state=_partial_state, part="**/b"),
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tp_models import gpt
 
 import fzero
-from fzero.cost import rates, step_time
+from fzero.cost import op_price, rates, step_time
+from fzero.cost.flops import flops
 from fzero.cost.kept_costs import folder
 from fzero.cost.rates import Link, Rates
 from fzero.errors import FzeroError
@@ -52,7 +53,7 @@ def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPa
     """Every segment takes a second and every transfer a quarter: hidden, exposed, or free."""
     whole = lowered(prefetch=1).program
     runs = sum(op.computes for op in whole.ops)
-    monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
+    monkeypatch.setattr(op_price, "_compute", lambda gm, rates: 1.0)
     free = figures((0, 0), 1e18, 1.0, {}, 1.0)
     assert step_time.seconds(whole, free) == pytest.approx(runs)
     transfers = [op for op in whole.ops if op.is_collective]
@@ -121,19 +122,17 @@ def test_operations_of_products() -> None:
         return [torch.bmm(a, b), torch.addmm(c, a[0], b[0]), torch.exp(a)]
 
     gm = make_fx(fn, tracing_mode="fake")(a, b, c, into)
-    found = [
-        step_time.flops(node) for node in gm.graph.nodes if fx_nodes.is_compute(node) and not fx_nodes.is_view(node)
-    ]
+    found = [flops(node) for node in gm.graph.nodes if fx_nodes.is_compute(node) and not fx_nodes.is_view(node)]
     assert sorted(found) == [0, 2 * 4 * 5 * 6, 2 * 4 * 5 * 6, 2 * 3 * 4 * 5 * 6]
 
 
 def test_attention_and_convolution_count() -> None:
     q = torch.empty(1, 2, 16, 8)
     gm = make_fx(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), tracing_mode="fake")(q)
-    assert sum(step_time.flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 4 * q.numel() * 16
+    assert sum(flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 4 * q.numel() * 16
     x, w = torch.empty(1, 3, 8, 8), torch.empty(4, 3, 3, 3)
     gm = make_fx(lambda x, w: torch.nn.functional.conv2d(x, w), tracing_mode="fake")(x, w)
-    assert sum(step_time.flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 2 * (4 * 6 * 6) * 27
+    assert sum(flops(n) for n in gm.graph.nodes if fx_nodes.is_compute(n)) == 2 * (4 * 6 * 6) * 27
 
 
 def test_rates_from_a_busy_machine_stay_rates() -> None:
@@ -246,7 +245,7 @@ def two_roles(runs: int) -> dict[int, Program]:
 @pytest.mark.parametrize(("runs", "late"), [(0, 3.0), (1, 2.0), (2, 1.0), (3, 0.0), (5, 0.0)])
 def test_a_role_waits_for_the_message_of_another(runs: int, late: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment takes a second, a message two: it is sent after one, and arrives after three."""
-    monkeypatch.setattr(step_time, "_compute", lambda gm, rates: 1.0)
+    monkeypatch.setattr(op_price, "_compute", lambda gm, rates: 1.0)
     machine = replace(NETWORK, axes={"pp": {"send": Link(1.0, 4000.0)}})
     found = step_time.roles_time(two_roles(runs), machine)
     assert found[1].seconds == pytest.approx(runs + late + 1)
@@ -258,7 +257,8 @@ def test_a_role_waits_for_the_message_of_another(runs: int, late: float, monkeyp
     assert alone.seconds == pytest.approx(runs + max(2 - runs, 0) + 1), "as if it were sent at once"
 
 
-def test_roles_that_wait_for_one_another_are_named() -> None:
+def test_roles_that_wait_for_one_another_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_price, "_compute", lambda gm, rates: 1.0)
     programs = {1: two_roles(0)[1]}
     with pytest.raises(FzeroError, match="the roles wait for one another: role 1 at wait x"):
         step_time.roles_time(programs, replace(NETWORK, axes={"pp": {"send": Link(1.0, 1.0)}}))

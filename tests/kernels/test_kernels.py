@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero.kernels
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import _triton, adam8_kernel, adamw, cast, flat_norms, philox, quantize, signs
+from fzero.kernels import _triton, adam8_kernel, adamw, block_sparse, cast, flat_norms, philox, quantize, signs
 from fzero.kernels import round as rounding
 
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
@@ -46,7 +46,7 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 
 @needs_triton
-@pytest.mark.parametrize("file", ["interpreted_kernels.py", "interpreted_adam8.py"])
+@pytest.mark.parametrize("file", ["interpreted_kernels.py", "interpreted_adam8.py", "interpreted_sparse.py"])
 @pytest.mark.sampled(1)
 def test_numbers_in_the_interpreter(file: str, whole: bool) -> None:
     """In a process of its own, for Triton reads TRITON_INTERPRET when it is imported. In part, five examples a law."""
@@ -127,10 +127,32 @@ def launches(first: int) -> Iterator[Any]:
             packed = buffer(torch.uint8, num_signs), buffer(F32, num_scales)
             yield partial(signs.pack, *packed, buffer(dtype), buffer(), block=block)
             yield partial(signs.unpack, buffer(dtype), *packed, block=block)
+    yield from sparse_launches(first)
     keys = torch.zeros(3, 2, dtype=INT64)
     for dtype, normal in ((F32, True), (F32, False), (F64, True), (BF16, False), (F16, True)):
         yield partial(philox.fill, torch.empty(3, size, dtype=dtype), keys, normal=normal)
     yield partial(philox.derive, torch.empty(3, 5, 2, dtype=INT64), keys, None, domain=1)
+
+
+def sparse_launches(first: int) -> Iterator[Any]:
+    """Of block-sparse attention: windows and tables, with documents and without, and the head dims of models."""
+    columns = torch.zeros(1, 1, 4, 3, dtype=torch.int32)
+    for dtype, dim, block in [
+        (F32, 64, 64),
+        (F32, 64, 32),
+        (BF16, 32, 64),
+        (BF16, 128, 64),
+        (BF16, 256, 32),
+        (F16, 64, 64),
+    ]:
+        tokens = 4 * block
+        q, k, v, grad = (torch.zeros(1, h, tokens, dim + first, dtype=dtype)[..., first:] for h in (4, 2, 2, 4))
+        ids = torch.zeros(1, tokens, dtype=torch.int32)
+        for table, documents in ((None, None), (columns, None), (columns, ids)):
+            args = (q, k, v, table, documents, block, 100, 0, 0.125)
+            yield partial(block_sparse.attention_out, *args, out=torch.zeros(1, 4, tokens, dim, dtype=dtype))
+            into = {f"d{name}": torch.zeros(x.shape, dtype=dtype) for name, x in zip("qkv", (q, k, v), strict=True)}
+            yield partial(block_sparse.backward_out, grad, *args, **into)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any, ...]]:

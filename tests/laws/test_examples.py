@@ -19,6 +19,7 @@ from helpers import gloo, values
 import dp_sgd
 import fzero
 import gan
+import long_text
 import lora
 import maml
 import memory
@@ -369,3 +370,15 @@ def test_a_causal_language_model_by_a_loop(tmp_path: Path, capsys: pytest.Captur
     assert again == pytest.approx(first, rel=0.01), "it went on from the saved model"
     steps = [json.loads(line)["step"] for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
     assert steps == [20]
+
+
+def test_long_text_learns_and_says_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert long_text.main(["--size", "tiny", "--seq", "512", "--window", "64", "--steps", "6"]) == 0
+    said = capsys.readouterr().out
+    window, every = (float(x) for x in re.findall(r"planned peak with .*: ([\d.]+) MB", said))
+    assert 0 < window <= 1.3 * every, "scratch of a few MB"
+    losses = [float(x) for x in re.findall(r"loss ([\d.]+)", said)]
+    assert losses[-1] < losses[0] - 0.5
+    with pytest.raises(SystemExit):
+        long_text.parse(["--seq", "500"])
+    assert "needed a multiple of 16, as 512" in capsys.readouterr().err

@@ -65,7 +65,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """One step of SGD, on a wire of the bucket's own or without; every program is verified."""
 
     def train(codec: Wire | None, **given: Any) -> Run:
-        def lower(spec: fzero.Spec, params: Any, batch: Any, world: int, key: Any) -> Lowered:
+        def lower(spec: fzero.Spec, params: Any, batch: Any, world: int, key: Any, phase: str) -> Lowered:
             made = lowered(spec, params, batch, world, codec)
             fzero.verify(made.programs)
             return made

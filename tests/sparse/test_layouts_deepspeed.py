@@ -14,9 +14,15 @@ def test_bits_and_refusals_are_deepspeeds() -> None:
     recorded, cases = json.loads(record_deepspeed.GOLDEN.read_text())["layouts"], record_deepspeed.cases()
     assert len(recorded) == len(cases)
     differing = []
-    for (name, n, parameters), want in zip(cases, recorded, strict=True):
+    for number, ((name, n, parameters), want) in enumerate(zip(cases, recorded, strict=True)):
+        drawn = record_deepspeed.random_blocks(number, name, n, parameters)
+        given = parameters if drawn is None else {**parameters, "random_blocks": drawn}
+        if drawn is None and parameters.get("num_random_blocks"):
+            assert want == "refused", "DeepSpeed raises where it cannot draw"
+            continue
         try:
-            got = record_deepspeed.digest(getattr(layouts, name)(4, 16 * n, block=16, **parameters))
+            layout = getattr(layouts, name)(4, 16 * n, block=16, **given)
+            got = record_deepspeed.digest(layout.table(4))
         except SpecError:
             got = "refused"
         if got != want:

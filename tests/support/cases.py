@@ -103,10 +103,15 @@ def tied(vocab: int = 64, width: int = 16, depth: int = 2) -> tuple[Callable[...
     return init, loss
 
 
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attention to all tokens up to the own one."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def gpt(
-    vocab: int = 512, width: int = 128, depth: int = 12, heads: int = 4
+    vocab: int = 512, width: int = 128, depth: int = 12, heads: int = 4, attend: Callable[..., Any] = causal
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(init(key), loss) of a GPT with a tied embedding and `depth` equal blocks."""
+    """(init(key), loss) of a GPT with a tied embedding and `depth` equal blocks; `attend(q, k, v)` is its attention."""
 
     def init(key: torch.Tensor) -> Params:
         def normal(number: int, *shape: int) -> torch.Tensor:
@@ -135,11 +140,7 @@ def gpt(
         h = F.embedding(x, params["wte"]) + params["wpe"][:t]
         for p in params["blocks"]:
             q, k, v = (norm(p["norm1"], h) @ p["qkv"]).view(b, t, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-            h = (
-                h
-                + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width)
-                @ p["out"]
-            )
+            h = h + attend(q, k, v).transpose(1, 2).reshape(b, t, width) @ p["out"]
             h = h + F.gelu(norm(p["norm2"], h) @ p["up"]) @ p["down"]
         logits = norm(params["norm"], h) @ params["wte"].T
         return F.cross_entropy(logits.flatten(0, 1), tokens["y"].flatten())

@@ -57,15 +57,15 @@ class Run:
         return [float(step[0][name]) for step in self.metrics]
 
 
-def start(spec: fzero.Spec, params: Any, key: Tensor | None = None) -> tuple[list[str], list[Tensor]]:
-    """Paths and whole leaves of the first state, as `fzero.init` would place them."""
+def start(spec: fzero.Spec, params: Any, key: Tensor | None = None, ranks: int = 1) -> tuple[list[str], list[Tensor]]:
+    """Paths and whole leaves of the first state, as `fzero.init` would place them on so many data ranks."""
     state = params
     if spec.optimizer is not None:
         wants = key is not None or needs_key(spec)
         key = fzero.random.fold_in(fzero.random.key(0) if key is None else key, -2) if wants else None
         state = training_of(spec).init(params, key)
     paths, leaves, _ = tree.flatten(state)
-    leaves = [leaf.value if isinstance(leaf, PerRank) else leaf for leaf in leaves]
+    leaves = [leaf.on(ranks) if isinstance(leaf, PerRank) else leaf for leaf in leaves]
     return paths, [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in leaves]
 
 
@@ -84,16 +84,18 @@ def run(
 
     Keeps the leaves after the last step, or with `every_step` after each.
     """
-    lowered = kept.lower(spec, params, batch(0, 0), world, key)
-    plan, mesh = lowered.plan, lowered.plan.mesh
-    programs = {rank: lowered.programs[mesh.coordinate(rank, "pp") if "pp" in mesh else 0] for rank in range(world)}
-    program = programs[0]
-    paths, leaves = start(spec, params, key)
-    inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
-    constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
-    fixed = dict(zip(constants, lowered.graph.constants.values(), strict=True))
-    result = Run(lowered, paths, memory=[storage.shards(plan, leaves, rank) for rank in range(world)])
+    names = {number: "" if spec.phases is None else spec.phases.at(number) for number in range(steps)}
+    by_phase = {name: kept.lower(spec, params, batch(0, 0), world, key, name) for name in names.values()}
+    plan, mesh = by_phase[names[0]].plan, by_phase[names[0]].plan.mesh
+    paths, leaves = start(spec, params, key, plan.data_ranks)
+    result = Run(by_phase[names[0]], paths, memory=[storage.shards(plan, leaves, rank) for rank in range(world)])
     for number in range(steps):
+        lowered = by_phase[names[number]]
+        programs = {rank: lowered.programs[mesh.coordinate(rank, "pp") if "pp" in mesh else 0] for rank in range(world)}
+        program = programs[0]
+        inputs = [name for name, b in program.buffers.items() if b.kind == "batch"]
+        constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
+        fixed = dict(zip(constants, lowered.graph.constants.values(), strict=True))
         memory = []
         for rank in range(world):
             place = mesh.data_rank(rank)

@@ -31,10 +31,10 @@ def captures() -> Iterator[None]:
 
 
 def lower(
-    spec: fzero.Spec, params: Any, batch: Any, world: int | None = None, key: Tensor | None = None
+    spec: fzero.Spec, params: Any, batch: Any, world: int | None = None, key: Tensor | None = None, phase: str = ""
 ) -> fzero.Lowered:
     with captures():
-        return fzero.lower(spec, params, batch, world_size=world, key=key)
+        return fzero.lower(spec, params, batch, world_size=world, key=key, phase=phase)
 
 
 def _kept(step: Any, state: Any, batch: Any, *, fns: Any, **options: Any) -> Graph:

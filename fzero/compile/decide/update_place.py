@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fzero import backend
+from fzero.cost.op_price import UPDATES, op_seconds
 from fzero.cost.rates import H100, Rates
-from fzero.cost.step_time import UPDATES, op_seconds
 from fzero.ir.decisions import Choice
 from fzero.ir.program import Program, lane_bytes
 from fzero.ir.records import HOST

@@ -11,7 +11,7 @@ from typing import Any
 from fzero.errors import SpecError
 from fzero.interop.config.config_calls import ConfigCall
 from fzero.interop.config.deepspeed_keys import ALIASES, DEEPSPEED, PYDANTIC, ZERO
-from fzero.interop.config.deepspeed_optimizers import optimizer
+from fzero.interop.config.deepspeed_optimizers import TAKES_LOCAL, optimizer
 from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger
 from fzero.interop.config.others import refuse_others
@@ -75,7 +75,7 @@ def translated(ledger: Ledger, ranks: int) -> Given:
         **placed,
         "microbatches": steps,
         **precision,
-        **_clipping(ledger),
+        **_clipping(ledger, chosen is not None and chosen.name in TAKES_LOCAL),
         **_zero(ledger, compute),
     }
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -318,17 +318,26 @@ def _same_dtype(ledger: Ledger, compute: str | None) -> None:
             ledger.refuse(f"data_types.{name}", f"it is {needed} here", "take it out")
 
 
-def _clipping(ledger: Ledger) -> dict[str, Any]:
-    """DeepSpeed clips at 1.0 where nothing is said; 0 clips nothing, and ZeRO measures the norm all the same."""
+def _clipping(ledger: Ledger, local: bool) -> dict[str, Any]:
+    """DeepSpeed clips at 1.0 where nothing is said; 0 clips nothing, and ZeRO measures the norm all the same. local:
+    the optimizer takes local gradients, which have no common norm."""
     limit = ledger.take(CLIPPING)
+    if local:
+        if ledger.has(CLIPPING) and limit:
+            why = "the optimizer reduces what it makes of each rank's gradients, so there is no norm of their mean"
+            ledger.refuse(CLIPPING, why, f"write {CLIPPING} 0")
+        ledger.became(CLIPPING, "nothing is clipped: the optimizer takes each rank's own gradients")
+        limit = 0
     measured = ledger.take(f"{ZERO}.compute_grad_norm")
     if not measured:
         ledger.became(f"{ZERO}.compute_grad_norm", 'metrics["grad_norm"] only where something is clipped')
-    if not ledger.has(CLIPPING):
+    if not ledger.has(CLIPPING) and not local:
         note = f"Spec(clip_norm={limit}): DeepSpeed's default since 0.19.3"
         ledger.became(CLIPPING, note)
     if limit:
         return {"clip_norm": limit}
+    if local:
+        return {}
     ledger.became(CLIPPING, "nothing is clipped")
     return {"clip_norm": math.inf} if measured and ledger.has(f"{ZERO}.compute_grad_norm") else {}
 

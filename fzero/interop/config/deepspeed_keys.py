@@ -75,9 +75,11 @@ DEEPSPEED = table(
          bias_correction=True, momentum=Of(POSITIVE),
          nesterov=False, rho=Of(POSITIVE), alpha=Of(POSITIVE), centered=False, lr_decay=Of(POSITIVE),
          initial_accumulator_value=Of(POSITIVE), momentum_decay=Of(POSITIVE), decoupled_weight_decay=False,
-         muon_lr=Of(POSITIVE), adam_lr=Of(POSITIVE)),
+         muon_lr=Of(POSITIVE), adam_lr=Of(POSITIVE), freeze_step=Of(COUNT)),
     keys("optimizer.params", HINT, "changes no number", set_grad_none=True, fp32_optimizer_states=True, foreach=Of(ANY),
          fused=Of(ANY), capturable=Of(ANY), differentiable=Of(ANY)),
+    keys("optimizer.params", HINT, "codes are bytes, which every transport moves", cuda_aware=False,
+         comm_backend_name=Of(TEXT)),
     keys("optimizer.params", HINT, "16-bit rounding of Newton-Schulz alone",
          ns_method=Of(one_of("standard", "gram"), "gram")),
     keys("optimizer.params", REFUSED, OTHER_NUMBERS, "take it out", amsgrad=False, maximize=False,
@@ -237,8 +239,11 @@ DEEPSPEED = table(
     keys("", REFUSED, "fzero takes batches as they come", "do it in the data loader", data_efficiency=Of(BLOCK)),
     # --- what DeepSpeed has removed as well
     keys("", REMOVED, "DeepSpeed 0.19.8 refuses it too", "take it out", nebula=Of(ANY), compression_training=Of(ANY),
-         amp=Of(ANY), quantize_training=Of(ANY), sparse_gradients=Of(ANY), eigenvalue=Of(ANY), sparse_attention=Of(ANY),
+         amp=Of(ANY), quantize_training=Of(ANY), sparse_gradients=Of(ANY), eigenvalue=Of(ANY),
          elasticity=Of(ANY), graph_harvesting=Of(ANY), curriculum_learning=Of(ANY), progressive_layer_drop=Of(ANY)),
+    keys("", REMOVED, "DeepSpeed 0.19.8 refuses it too",
+         "take it out; fzero.sparse.from_deepspeed(block, num_heads, seq_len) is the layout of such a block",
+         sparse_attention=Of(ANY)),
     keys(ZERO, REMOVED, "DeepSpeed 0.19.8 refuses it too", "take it out", zeropp_loco_param=Of(ANY)),
 )  # fmt: skip
 

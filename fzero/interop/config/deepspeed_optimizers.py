@@ -21,11 +21,12 @@ Rate = Callable[[float], Any]  # what an optimizer of this learning rate is give
 
 
 class OptimizerRow(NamedTuple):
-    """A type: what makes its call, the parameters that it takes, and those that must be given."""
+    """A type: what makes its call, the parameters that it takes, and those that must be given. note: what differs."""
 
     make: Callable[[Values, Any], Any]
     names: tuple[str, ...]
     needed: tuple[str, ...] = ()
+    note: str = ""
 
 
 def optimizer(ledger: Ledger) -> tuple[ConfigCall | None, ConfigCall | None]:
@@ -40,7 +41,7 @@ def optimizer(ledger: Ledger) -> tuple[ConfigCall | None, ConfigCall | None]:
         if rising and top != values.get("lr") and "lr" in values:
             ledger.became("optimizer.params.lr", f"nothing: the schedule sets the rate, up to {top}")
         call = kind.make(values, (lambda lr: rising.make(shape, lr)) if rising else lambda lr: lr)
-        ledger.became("optimizer.type", f"Spec(optimizer={call.name}(...))")
+        ledger.became("optimizer.type", f"Spec(optimizer={call.name}(...)){kind.note}")
         return call, None
     alone = rising.make(shape, None) if rising else None
     if rising and alone is None:
@@ -211,6 +212,13 @@ def _adam(values: Values, rate: Rate, decoupled: bool) -> ConfigCall:
     return ConfigCall(f"fzero.optim.{'adamw' if decoupled else 'adam'}", (rate(values.get("lr", 1e-3)),), named)
 
 
+def _onebit_adam(values: Values, rate: Rate) -> ConfigCall:
+    """DeepSpeed's, which leaves the bias of both moments as it is, whatever `bias_correction` says."""
+    named = {**_moments(values), "weight_decay": values.get("weight_decay", 0.0), "bias_correction": False}
+    warmup = values.get("freeze_step", 100_000)
+    return ConfigCall("fzero.optim.onebit_adam", (rate(values.get("lr", 1e-3)), warmup), named)
+
+
 def _muon(values: Values, rate: Rate) -> ConfigCall:
     muon_lr, adam_lr = (values.get(own, values.get("lr", d)) for own, d in (("muon_lr", 0.02), ("adam_lr", 3e-4)))
     decay = values.get("weight_decay", 0.0)
@@ -258,6 +266,11 @@ OPTIMIZERS = {
         _muon, ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "adam_w_mode")
     ),
     "Adagrad": OptimizerRow(_of_torch("adagrad", 1e-2, **_ADAGRAD), ("lr", *_ADAGRAD)),
+    "OneBitAdam": OptimizerRow(
+        _onebit_adam,
+        ("lr", "betas", "eps", "weight_decay", "bias_correction", "freeze_step"),
+        note=": each 64 elements have a scale of their own, and checkpoints keep what the codes have lost",
+    ),
     "SGD": OptimizerRow(_of_torch("sgd", 1e-3, **_SGD), ("lr", *_SGD)),
     "RMSprop": OptimizerRow(_of_torch("rmsprop", 1e-2, **_RMS), ("lr", *_RMS)),
     "Adadelta": OptimizerRow(_of_torch("adadelta", 1.0, **_DELTA), ("lr", *_DELTA)),
@@ -266,12 +279,12 @@ OPTIMIZERS = {
     ),
     "RAdam": OptimizerRow(_of_torch("radam", 1e-3, **_BOTH), ("lr", *_BOTH)),
 }
-CASELESS = ("Adam", "AdamW", "Lion", "Muon", "Adagrad")  # DeepSpeed's own names, which it takes in any case
+CASELESS = ("Adam", "AdamW", "Lion", "Muon", "Adagrad", "OneBitAdam")  # DeepSpeed's own names, in any case
+TAKES_LOCAL = ("fzero.optim.onebit_adam",)  # these reduce what they make of each rank's gradients
 REFUSED = {
     "lamb": "DeepSpeed's FusedLamb bounds its trust ratio and leaves out the bias: fzero.optim.lamb has other numbers",
-    "onebitadam": "DeepSpeed 0.19 has removed it, and fzero compresses no gradients",
-    "zerooneadam": "DeepSpeed 0.19 has removed it, and fzero compresses no gradients",
-    "onebitlamb": "DeepSpeed 0.19 has removed it, and fzero compresses no gradients",
+    "zerooneadam": "DeepSpeed 0.19 has removed it; examples/coded_training.py has it as a Spec(step=), OneBitAdam maps",
+    "onebitlamb": "DeepSpeed 0.19 has removed it; examples/coded_training.py has it as a Spec(optimizer=)",
     "muadam": "it is of the library mup",
     "muadamw": "it is of the library mup",
     "musgd": "it is of the library mup",

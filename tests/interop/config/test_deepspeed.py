@@ -129,9 +129,27 @@ def test_other_optimizers(kind: str, params: dict[str, Any], text: str) -> None:
     assert isinstance(ds_config({**ROWS, "optimizer": {"type": kind, "params": params}})["optimizer"], tuple)
 
 
+def test_onebit_adam_maps_again_with_a_note() -> None:
+    """Its phases are the optimizer's; DeepSpeed's has no bias correction, whatever it is told."""
+    params = {"lr": 0.1, "freeze_step": 400, "weight_decay": 0.01, "cuda_aware": False, "comm_backend_name": "nccl"}
+    text = adam("OneBitAdam", **params)
+    assert text == "fzero.optim.onebit_adam(0.1, 400, weight_decay=0.01, bias_correction=False)"
+    assert adam("onebitadam", lr=0.1, bias_correction=True).startswith("fzero.optim.onebit_adam(0.1, 100000, ")
+    given = ds_config({**ROWS, "optimizer": {"type": "OneBitAdam", "params": params}})
+    assert given["optimizer"].at(399) == "warmup"
+    assert given["optimizer"].at(400) == "coded"
+    assert "each 64 elements have a scale of their own" in str(given)
+    assert "clip_norm" not in given
+    clipped = {**ROWS, "gradient_clipping": 0.5, "optimizer": {"type": "OneBitAdam", "params": params}}
+    assert refused(clipped) == ["gradient_clipping"]
+    assert refused({**ROWS, "optimizer": {"type": "Adam", "params": {"freeze_step": 4}}}) == [
+        "optimizer.params.freeze_step"
+    ]
+
+
 def test_optimizers_that_are_refused() -> None:
     for kind, words in (
-        ("Lamb", "bounds its trust ratio"), ("OneBitAdam", "has removed it"), ("MuAdam", "library mup"),
+        ("Lamb", "bounds its trust ratio"), ("ZeroOneAdam", r"has it as a Spec\(step="), ("MuAdam", "library mup"),
         ("AdamX", "fzero has no optimizer of this name. Did you mean 'Adam"), ("sgd", "Did you mean 'SGD'"),
         ("Elephant", "Known are Adam, AdamW, Lion"),
     ):  # fmt: skip

@@ -479,7 +479,7 @@ def test_files_of_other_programs_are_called_by_name(document: dict[str, Any], na
 
 
 @pytest.mark.parametrize(
-    "kind", ["OneBitAdam", "Adamax", "adamw_bnb_8bit", "Adafactor", "SparseAdam", "Adan", "PAdam", "AdEMAMix"]
+    "kind", ["OneBitLamb", "Adamax", "adamw_bnb_8bit", "Adafactor", "SparseAdam", "Adan", "PAdam", "AdEMAMix"]
 )
 def test_another_algorithm_is_never_suggested(kind: str) -> None:
     with pytest.raises(ConfigError) as error:

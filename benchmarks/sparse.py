@@ -1,0 +1,130 @@
+"""Block-sparse attention beside torch's own, forward and backward, one thread: CPU seconds and memory.
+
+    python -m benchmarks.sparse [--tokens 512,4096] [--patterns window,causal] [--rounds 5] [--out FILE]
+
+`dense` is torch's flash attention over all pairs (causal where the pattern is), `masked` the same with the pattern as a
+mask, which materialises tokens x tokens. A pattern looks at a tenth of the square's blocks at most. Contenders take
+turns; a figure is the least of the rounds, in CPU seconds of the process. Ratios are of one run. Memory is what the
+allocator gave beyond the operands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import fzero
+from benchmarks.machine import describe
+from fzero import sparse
+from fzero.cost.allocator import measured_peak
+
+HEADS, DIM, SHARE, MASKED = 4, 64, 0.1, 4096  # the most tokens of which a mask is tried
+# (pattern, tokens): the least that dense CPU seconds over the op's are to be
+WANTED = {("window", 4096): 6.0, ("causal", 4096): 3.5, ("causal", 16384): 3.5, ("causal", 512): 0.8}
+WANTED |= {("window", 512): 0.8}
+
+
+def layout(pattern: str, tokens: int) -> sparse.BlockLayout:
+    """The widest layout of a pattern that looks at `SHARE` of the square's blocks at most.
+
+    These blocks are smaller for fewer tokens. A window is exact in tokens, so its op takes blocks of its own choice.
+    """
+    block = 16 if tokens <= 512 else 32 if tokens < 4096 else 64
+    wide = int(SHARE * tokens / block)
+    if pattern == "causal":
+        return sparse.sliding_window(tokens, window=(wide - 1) * block + 1, causal=True)
+    if pattern == "window":
+        return sparse.sliding_window(tokens, window=(wide - 1) // 2 * 2 * block)
+    drawn = max(1, wide - 6)
+    return sparse.bigbird(HEADS, tokens, block=block, num_random_blocks=drawn, key=fzero.random.key(0))
+
+
+def contenders(pattern: str, own: sparse.BlockLayout) -> dict[str, Callable[..., Tensor]]:
+    """Functions of q, k and v."""
+    found: dict[str, Callable[..., Tensor]] = {
+        "dense": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=pattern == "causal"),
+        "sparse": lambda q, k, v: sparse.attention(q, k, v, own),
+    }
+    if own.seq_len <= MASKED:
+        mask = own.tokens()
+        found["masked"] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return found
+
+
+def _both(call: Callable[..., Tensor], operands: Sequence[Tensor], grad: Tensor) -> Any:
+    """Forward and backward."""
+    return torch.autograd.grad(call(*operands), operands, grad)
+
+
+def measured(pattern: str, tokens: int, rounds: int, dtype: torch.dtype) -> dict[str, Any]:
+    """CPU seconds and bytes of each contender, and the ratio."""
+    own, generator = layout(pattern, tokens), torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(dtype) for _ in range(4))
+    operands = [x.requires_grad_() for x in (q, k, v)]
+    calls = contenders(pattern, own)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    peaks = {}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.process_time()
+            if number:
+                _both(call, operands, grad)
+                seconds[name].append(time.process_time() - start)
+            else:  # warm, and the memory
+                _, peaks[name] = measured_peak(partial(_both, call, operands, grad))
+    best = {name: min(each) for name, each in seconds.items()}
+    pairs = float(own.tokens().float().mean()) if tokens <= 4096 else float(own.blocks().float().mean())
+    return {
+        "pattern": pattern, "tokens": tokens, "block": own.block, "dtype": str(dtype).removeprefix("torch."),
+        "share_of_pairs": round(pairs, 4), "cpu_seconds": seconds, "extra_bytes": peaks,
+        "dense_over_sparse": round(best["dense"] / best["sparse"], 2),
+        **({"masked_over_sparse": round(best["masked"] / best["sparse"], 2)} if "masked" in best else {}),
+        "wanted": WANTED.get((pattern, tokens)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="512,1024,2048,4096,8192,16384")
+    parser.add_argument("--patterns", default="causal,window,bigbird")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(
+        "pattern", "tokens", "pairs", "dense ms", "sparse ms", "dense / sparse", "masked / sparse", "MB", "MB of dense"
+    )
+    cases = []
+    for pattern in given.patterns.split(","):
+        for tokens in map(int, given.tokens.split(",")):
+            one = measured(pattern, tokens, given.rounds, getattr(torch, given.dtype))
+            cases.append(one)
+            print(f"{pattern} {tokens}: dense {one['dense_over_sparse']} times the CPU seconds", flush=True)
+            best = {name: 1e3 * min(each) for name, each in one["cpu_seconds"].items()}
+            wanted = "" if one["wanted"] is None else f" (wanted {one['wanted']})"
+            masked, extra = str(one.get("masked_over_sparse", "")), one["extra_bytes"]
+            table.add_row(
+                pattern, f"{tokens:,}", f"{one['share_of_pairs']:.1%}", f"{best['dense']:.1f}",
+                f"{best['sparse']:.1f}", f"{one['dense_over_sparse']:.2f}{wanted}", masked,
+                f"{extra['sparse'] / 1e6:.1f}", f"{extra['dense'] / 1e6:.1f}",
+            )  # fmt: skip
+    Console().print(table)
+    if given.out:
+        given.out.write_text(json.dumps({"machine": describe(), "cases": cases}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""programs: a candidate's programs, lowered and verified; a machine's figures decide, in the place of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fzero.api import lower
+from fzero.compile.decide import DECIDERS, Deciders
+from fzero.compile.decide.budgets import SMALL_TILE
+from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
+from fzero.compile.decide.update_place import cheaper_place
+from fzero.compile.lowered import Lowered
+from fzero.cost.step_time import roles_time
+from fzero.errors import SpecError
+from fzero.hardware import Hardware
+from fzero.ir.decisions import Choice
+from fzero.ir.mesh import Mesh
+from fzero.ir.records import HOST
+from fzero.planner.problem import Problem
+from fzero.spec import Spec
+
+
+def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None) -> Lowered:
+    """The programs of a spec over a mesh. Raises FzeroError where there are none."""
+    if problem.rows % mesh.data_ranks:
+        raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
+    batch = problem.batch_of(problem.rows // mesh.data_ranks)
+    return lower(spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders)
+
+
+def step_seconds(lowered: Lowered, machine: Hardware) -> float:
+    """Of all roles together, as simulated."""
+    return max(t.seconds for t in roles_time(lowered.programs, machine.rates(lowered.plan.mesh)).values())
+
+
+def host_bytes(lowered: Lowered) -> int:
+    """Of the fullest rank's host, if anything is held there."""
+    return max(memory.spaces[HOST] for memory in lowered.memories.values())
+
+
+def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
+    """The functions that decide, by the machine's figures in place of those measured here."""
+    rates = machine.rates(mesh)
+    return replace(
+        DECIDERS,
+        bucket_bytes=lambda _: bucket_bytes({}),
+        prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
+        update_on=lambda program, _: cheaper_place(program, rates),
+    )
+
+
+def sparing(machine: Hardware, mesh: Mesh) -> Deciders:
+    """The same, but nothing is brought before it is needed: the least memory."""
+    table = by_rates(machine, mesh)
+    return replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=_always(SMALL_TILE))
+
+
+def _always(value: int) -> Callable[..., Choice[int]]:
+    return lambda *_: Choice(value, "as little as there is")

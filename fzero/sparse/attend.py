@@ -1,0 +1,73 @@
+"""attend: `fzero.sparse.attention`, scaled dot product attention over the pairs of a layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fzero.errors import SpecError
+from fzero.sparse.block_layout import BlockLayout
+from fzero.sparse.sparse_ops import FORWARD
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout,
+    *,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    documents: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """softmax(scale q k^T) v over the pairs of a query and a key that `layout` has: (batch, heads, tokens, value dim).
+
+    q: (batch, heads, tokens, dim). k, v: as q, or with fewer heads, of which each serves heads / their number of q's.
+    All of one dtype: fp64, fp32, bf16 or fp16. scale: None is dim ** -0.5. key_padding_mask: bool (batch, tokens), True
+    at padding. documents: int (batch, tokens): a token sees tokens of its own id; a negative id is padding. A token of
+    padding, or without a key, has the result 0 and gives no gradient.
+
+    Time and memory are linear in tokens for layouts whose rows do not grow. No probabilities are kept.
+
+    Raises SpecError: of a layout for another length, of tokens that the block does not divide, of dropout.
+
+    >>> from fzero import sparse
+    >>> q, k, v = torch.randn(3, 2, 4, 64, 8).unbind(0)
+    >>> layout = sparse.sliding_window(64, window=20, causal=True, block=16)
+    >>> wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=layout.tokens())
+    >>> torch.allclose(sparse.attention(q, k, v, layout), wanted, atol=1e-6)
+    True
+    """
+    if dropout_p:
+        raise SpecError(
+            f"attention(dropout_p={dropout_p}): probabilities are not kept, so none can be dropped; needed 0. Drop the "
+            "result instead: fzero.random.dropout(key, out, p)"
+        )
+    tokens = q.shape[-2]
+    if tokens != layout.seq_len:
+        needed = f"a layout of {tokens} tokens"
+        if tokens < layout.seq_len:
+            needed += f", or {layout.seq_len - tokens} tokens of padding and a key_padding_mask"
+        raise SpecError(f"attention: q has {tokens} tokens, the layout {layout.seq_len}; needed {needed}")
+    ids = _ids(q, key_padding_mask, documents)
+    rules, columns = layout.rules, layout.columns
+    if columns is not None and columns.device != q.device:
+        columns = columns.to(q.device)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = FORWARD(q, k, v, columns, ids, rules.block, rules.left, rules.right, factor)
+    return out
+
+
+def _ids(q: Tensor, key_padding_mask: Tensor | None, documents: Tensor | None) -> Tensor | None:
+    """int32 (batch, tokens): the document of each token, negative for padding; None where all is one."""
+    shape = (q.shape[0], q.shape[2])
+    if documents is not None and (documents.shape != shape or documents.dtype.is_floating_point):
+        raise SpecError(f"attention: documents is {documents.dtype} {tuple(documents.shape)}; needed int {shape}")
+    if key_padding_mask is None:
+        return None if documents is None else documents.to(torch.int32)
+    if key_padding_mask.shape != shape or key_padding_mask.dtype is not torch.bool:
+        given = f"{key_padding_mask.dtype} {tuple(key_padding_mask.shape)}"
+        raise SpecError(f"attention: key_padding_mask is {given}; needed bool {shape}, True at padding")
+    ids = torch.zeros(shape, dtype=torch.int32, device=q.device) if documents is None else documents.to(torch.int32)
+    return ids.masked_fill(key_padding_mask, -1)

@@ -1,0 +1,161 @@
+"""phases: programs by the step number, all made at the first step; and where a resume, a skip and an error land."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import run
+
+import fzero
+from fzero import optim
+from fzero.phases import Phases
+from fzero.session.session import session_of
+
+RATES = {"inner": 0.1, "outer": 1.0}
+
+
+def every_third(step: int) -> str:
+    assert type(step) is int, "a number of the host"
+    return "outer" if step % 3 == 2 else "inner"
+
+
+def loss(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    return (params["w"] * batch).square().sum()
+
+
+def spec(**options: Any) -> fzero.Spec:
+    phases = Phases(every_third, {name: optim.sgd(rate) for name, rate in RATES.items()})
+    return fzero.Spec(loss=loss, optimizer=phases, **options)
+
+
+def by_hand(w: torch.Tensor, batches: list[torch.Tensor], start: int = 0) -> torch.Tensor:
+    """Plain torch: the rate of each step is that of its phase. A batch that is not finite is skipped."""
+    for number, batch in enumerate(batches, start):
+        w = w.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(loss({"w": w}, batch), w)
+        w = (w - RATES[every_third(number)] * grad).detach() if grad.isfinite().all() else w.detach()
+    return w
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.full((3,), 0.1 * (number + 1))
+
+
+def trained(state: fzero.State, numbers: range) -> fzero.State:
+    for number in numbers:
+        state = fzero.step(state, batch(number))
+    return state
+
+
+def test_each_step_runs_the_program_of_its_phase(caplog: pytest.LogCaptureFixture) -> None:
+    state = fzero.init({"w": torch.ones(3)}, spec())
+    with caplog.at_level(logging.WARNING, logger="fzero"):
+        state = trained(state, range(7))
+    assert torch.equal(state.params["w"].full(), by_hand(torch.ones(3), [batch(n) for n in range(7)]))
+    assert caplog.text == "", "no new program is traced at a switch"
+
+
+def test_all_phases_are_lowered_and_have_memory_at_the_first_step() -> None:
+    state = trained(fzero.init({"w": torch.ones(3)}, spec()), range(1))
+    session = session_of(state)
+    lowered = list(session.programs.values())
+    assert sorted(one.phase for one in lowered) == ["inner", "outer"]
+    assert session.arena.numel() >= max(one.program.arena_bytes for one in lowered)
+    before = [*map(id, lowered)]
+    state = trained(state, range(1, 4))
+    assert sorted(before) == sorted(map(id, session.programs.values()))
+    state = fzero.step(state, torch.ones(1))  # it broadcasts: another shape
+    assert len(session.programs) == 4
+
+
+def test_a_phase_that_cannot_be_lowered_is_told_at_the_first_step() -> None:
+    def wrong(state: Any, batch: Any) -> Any:
+        return {"w": state["w"][:2]}, {}
+
+    def right(state: Any, batch: Any) -> Any:
+        return {"w": state["w"] + batch}, {}
+
+    one = fzero.Spec(step=Phases.after(100, ("right", right), ("wrong", wrong)))
+    state = fzero.init({"w": torch.ones(3)}, one)
+    with pytest.raises(fzero.TreeError, match=r"state\['w'\] was .* and the step made it"):
+        fzero.step(state, torch.ones(3))
+    assert state.tree["w"].full().tolist() == [1.0] * 3
+
+
+def test_a_resume_lands_in_its_phase(tmp_path: Path) -> None:
+    whole = trained(fzero.init({"w": torch.ones(3)}, spec()), range(6))
+    for stop in (1, 2, 3):  # before, at and behind a switch
+        state = trained(fzero.init({"w": torch.ones(3)}, spec()), range(stop))
+        fzero.save(state, tmp_path / str(stop))
+        again = trained(fzero.load(tmp_path / str(stop), spec()), range(stop, 6))
+        rolled = trained(fzero.load(tmp_path / str(stop), like=state), range(stop, 6))
+        for other in (again, rolled):
+            assert torch.equal(other.params["w"].full(), whole.params["w"].full())
+
+
+def test_a_discarded_step_counts_and_a_refused_one_does_not() -> None:
+    bad = torch.full((3,), torch.inf)
+    batches = [batch(0), bad, batch(2), batch(3)]
+    skipping = fzero.init({"w": torch.ones(3)}, spec(nonfinite="skip"))
+    for one in batches:
+        skipping = fzero.step(skipping, one)
+    assert torch.equal(skipping.params["w"].full(), by_hand(torch.ones(3), batches))
+    raising = trained(fzero.init({"w": torch.ones(3)}, spec(nonfinite="raise")), range(2))
+    with pytest.raises(fzero.NonFiniteError):
+        fzero.step(raising, bad)
+    raising = trained(raising, range(2, 4))  # it was the third step that failed, and is done now
+    assert torch.equal(raising.params["w"].full(), by_hand(torch.ones(3), [batch(n) for n in range(4)]))
+
+
+def test_an_evaluation_has_no_phase() -> None:
+    state = fzero.init({"w": torch.ones(3)}, spec())
+    count = lambda p, b: p["w"].sum()  # noqa: E731
+    for number in range(4):
+        fzero.evaluate(state, batch(0), count)
+        state = fzero.step(state, batch(number))
+    assert len(session_of(state).evaluations) == 1
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_ranks_switch_together(zero: int) -> None:
+    done = run(spec(zero=zero), {"w": torch.ones(3)}, lambda rank, number: batch(number), world=2, steps=4)
+    assert torch.allclose(done.final["params/w"], by_hand(torch.ones(3), [batch(n) for n in range(4)]))
+
+
+def test_the_phase_to_lower_and_to_plan_is_an_argument() -> None:
+    given = {"w": torch.ones(3)}, batch(0)
+    texts = {name: str(fzero.lower(spec(), *given, phase=name).program) for name in ("", "inner", "outer")}
+    assert texts[""] == texts["inner"] != texts["outer"]
+    with pytest.raises(fzero.SpecError, match="phase='oter': needed one of 'inner', 'outer'"):
+        fzero.lower(spec(), *given, phase="oter")
+    plain = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1))
+    with pytest.raises(fzero.SpecError, match=r"phase='inner'.*: neither the optimizer nor the step has phases"):
+        fzero.lower(plain, *given, phase="inner")
+    planned = fzero.plan(spec(), given[0], torch.ones(4, 3), world_size=2, hardware="h100", phase="outer")
+    assert planned.lowered.phase == "outer"
+    assert planned.spec.phases is not None
+    assert planned.spec.phases.at(2) == "outer"
+
+
+def test_what_is_no_phase_is_refused() -> None:
+    with pytest.raises(fzero.SpecError, match="step 0 is of phase 'c': needed one of 'a', 'b'"):
+        Phases(lambda step: "c", {"a": 1, "b": 2})
+    late = Phases(lambda step: "aabb"[step:][:1] or "z", {"a": optim.sgd(0.1), "b": optim.sgd(0.2)})
+    state = trained(fzero.init({"w": torch.ones(3)}, fzero.Spec(loss=loss, optimizer=late)), range(4))
+    with pytest.raises(fzero.SpecError, match="step 4 is of phase 'z'"):
+        fzero.step(state, batch(4))
+    with pytest.raises(fzero.SpecError, match="needed a function from a step number"):
+        Phases("a", {"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(fzero.SpecError, match="needed a dict with a value for each name"):
+        Phases(lambda step: "a", [1])  # type: ignore[arg-type]
+    with pytest.raises(fzero.SpecError, match=r"Spec\(optimizer=3\): needed one of fzero.optim"):
+        fzero.Spec(loss=loss, optimizer=Phases(lambda step: "a", {"a": optim.sgd(0.1), "b": 3}))  # type: ignore[dict-item]
+    phases = spec().optimizer
+    with pytest.raises(fzero.SpecError, match="argument 0 is Phases, not a GradientTransformation"):
+        optim.chain(phases)  # type: ignore[arg-type]
+    with pytest.raises(fzero.SpecError, match=r"an optimizer with phases \(inner, outer\) has no init"):
+        optim.masked(phases, "**").init({"w": torch.ones(1)})  # type: ignore[arg-type]

@@ -1,0 +1,192 @@
+"""attend: in a step it is what masked sdpa is, whatever the stage, axis or pipeline; what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Run, differing, run
+from torch import Tensor
+
+import fzero
+from fzero import P, groups, optim, sparse
+from fzero.cost.allocator import measured_peak
+from fzero.errors import SpecError
+from fzero.sparse import sparse_ops
+
+VOCAB, WIDTH, DEPTH, HEADS, TOKENS = 64, 16, 2, 4, 32
+WINDOW = sparse.sliding_window(TOKENS, window=11, causal=True, block=8)
+LAYOUTS = {
+    "window": WINDOW,
+    "fixed": sparse.fixed(
+        HEADS, TOKENS, block=8, num_local_blocks=2, attention="unidirectional", different_layout_per_head=True,
+        num_different_global_patterns=2,
+    ),
+    "bigbird": sparse.bigbird(HEADS, TOKENS, block=4, key=fzero.random.key(0)),
+}  # fmt: skip
+SHARD = {
+    "blocks/*/qkv": P(None, groups("tp", 3)), "blocks/*/out": P("tp", None), "blocks/*/up": P(None, "tp"),
+    "blocks/*/down": P("tp", None),
+}  # fmt: skip
+
+
+def attending(layout: sparse.BlockLayout) -> Callable[..., Tensor]:
+    return lambda q, k, v: sparse.attention(q, k, v, layout)
+
+
+def masked(layout: sparse.BlockLayout) -> Callable[..., Tensor]:
+    mask = layout.tokens(HEADS)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def trained(attend: Callable[..., Tensor], mesh: dict[str, int] | None = None, steps: int = 2, **given: Any) -> Run:
+    init, loss = cases.gpt(VOCAB, WIDTH, DEPTH, HEADS, attend)
+    mesh = mesh or {"dp": 1}
+    spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-2), mesh=mesh, **given)
+    world = int(torch.tensor(list(mesh.values())).prod())
+    batch = lambda rank, step: cases.tokens(4, TOKENS, VOCAB, rank + 10 * step)  # noqa: E731
+    return run(spec, init(fzero.random.key(0)), batch, world=world, steps=steps)
+
+
+def calls(found: Run) -> list[torch.fx.Node]:
+    names = ("fzero::block_sparse_attention", "fzero::block_sparse_attention_backward")
+    nodes = [
+        n for program in found.lowered.programs.values() for gm in program.segments.values() for n in gm.graph.nodes
+    ]
+    return [n for n in nodes if getattr(getattr(n.target, "_schema", None), "name", "") in names]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_has_the_loss_of_the_masked_one(name: str) -> None:
+    layout = LAYOUTS[name]
+    found, wanted = trained(attending(layout), steps=5), trained(masked(layout), steps=5)
+    assert len({str(node.target) for node in calls(found)}) == 2, "the op and its backward"
+    for a, b in zip(found.losses(), wanted.losses(), strict=True):
+        assert abs(a - b) <= 1e-5
+
+
+def test_every_stage_has_the_same_bits() -> None:
+    attend = attending(LAYOUTS["fixed"])
+    plain = trained(attend, {"dp": 2}, zero=0)
+    for given in ({"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "remat": "full"}):
+        assert differing(trained(attend, {"dp": 2}, **given).final, plain.final) == [], given
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_heads_are_sharded(name: str) -> None:
+    """Each rank calls the op on its heads, with its rows of the table."""
+    attend = attending(LAYOUTS[name])
+    whole, found = trained(attend), trained(attend, {"dp": 1, "tp": 2}, shard=SHARD, zero=0)
+    for node in calls(found):
+        q = node.args[1 if "backward" in str(node.target) else 0]
+        assert q.meta["val"].shape[1] == HEADS // 2  # type: ignore[union-attr]
+    for path, x in whole.final.items():
+        torch.testing.assert_close(found.final[path], x, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pipeline_has_the_bits_of_one_rank() -> None:
+    attend = attending(WINDOW)
+    given = {"microbatches": 4, "reduce": "end"}
+    plain = trained(attend, {"dp": 1}, **given)
+    piped = trained(attend, {"pp": 2, "dp": 1}, pipeline="1f1b", transfers="p2p", **given)
+    assert differing(piped.final, plain.final) == []
+
+
+def test_a_step_may_choose_its_blocks() -> None:
+    """As a learned attention does: the table is computed from the queries and keys, for each batch and head."""
+    block, rows = 8, TOKENS // 8
+
+    def choose(q: Tensor, k: Tensor) -> Tensor:
+        pooled = [x.detach().unflatten(2, (-1, block)).mean(3) for x in (q, k)]
+        scores = pooled[0] @ pooled[1].transpose(2, 3)
+        chosen = scores.masked_fill(torch.ones(rows, rows).triu(1).bool(), -torch.inf).topk(2, dim=-1)
+        return chosen.indices.masked_fill(chosen.values.isinf(), -1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse.attention(q, k, v, sparse.from_columns(choose(q, k), block=block, causal=True))
+
+    def by_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        chosen = (choose(q, k)[..., None] == torch.arange(rows)).any(3)
+        wide = chosen.repeat_interleave(block, 2).repeat_interleave(block, 3).tril()
+        seen = wide.any(3, keepdim=True)
+        return torch.where(seen, F.scaled_dot_product_attention(q, k, v, attn_mask=wide | ~seen), 0)
+
+    wanted = trained(by_mask, steps=3)
+    for found in (trained(attend, steps=3), trained(attend, {"dp": 1, "tp": 2}, shard=SHARD, zero=0, steps=3)):
+        for a, b in zip(found.losses(), wanted.losses(), strict=True):
+            assert abs(a - b) <= 1e-5
+
+
+def test_a_layout_may_be_made_within_the_loss() -> None:
+    outside = trained(attending(sparse.longformer(HEADS, TOKENS, block=4)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sparse.attention(q, k, v, sparse.longformer(HEADS, q.shape[2], block=4))
+
+    assert differing(trained(attend).final, outside.final) == []
+
+
+def test_padding_and_documents() -> None:
+    """Packed documents are attended to as if each stood alone."""
+    q, k, v = torch.randn(3, 1, 2, 32, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    documents = torch.tensor([[5] * 10 + [2] * 13 + [7] * 9])
+    padding = torch.arange(32)[None] >= 28
+    layout = sparse.sliding_window(32, window=6, block=8)
+    out = sparse.attention(q, k, v, layout, documents=documents, key_padding_mask=padding)
+    for start, stop in ((0, 10), (10, 23), (23, 28)):
+        own = [x[:, :, start:stop] for x in (q, k, v)]
+        alone = F.scaled_dot_product_attention(*own, attn_mask=layout.tokens()[0, start:stop, start:stop])
+        torch.testing.assert_close(out[:, :, start:stop], alone, rtol=1e-5, atol=1e-6)
+    assert (out[:, :, 28:] == 0).all()
+
+
+def test_memory_is_linear_in_the_length() -> None:
+    def peak(tokens: int) -> int:
+        q, k, v = torch.randn(3, 1, 2, tokens, 32).unbind(0)
+        own = [x.requires_grad_() for x in (q, k, v)]
+        layout = sparse.sliding_window(tokens, window=64, causal=True, block=32)
+        return measured_peak(lambda: torch.autograd.grad(sparse.attention(*own, layout).sum(), own))[1]
+
+    short, long = peak(2048), peak(8192)
+    assert long <= 4.2 * short
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dropout_p": 0.1}, r"dropout_p=0.1.*Drop the result instead: fzero.random.dropout\(key, out, p\)"),
+        (
+            {"layout": sparse.dense(1, 48)},
+            "q has 32 tokens, the layout 48; .*or 16 tokens of padding and a key_padding",
+        ),
+        ({"layout": sparse.dense(1, 16)}, "q has 32 tokens, the layout 16; needed a layout of 32 tokens$"),
+        ({"documents": torch.zeros(1, 32)}, r"documents is torch.float32 \(1, 32\); needed int \(1, 32\)"),
+        ({"key_padding_mask": torch.zeros(1, 32)}, r"key_padding_mask is torch.float32 .* True at padding"),
+        ({"k": torch.zeros(1, 2, 32, 5)}, r"k has shape \(1, 2, 32, 5\); needed \(1, 2, 32, 4\)"),
+    ],
+)
+def test_refusals(change: dict[str, Any], said: str) -> None:
+    given = {name: torch.zeros(1, 2, 32, 4) for name in "qkv"} | {"layout": sparse.dense(1, 32)} | change
+    with pytest.raises(SpecError, match=said):
+        sparse.attention(**given)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        q = x * p["w"]
+        out = sparse.attention(q, q, q, sparse.dense(1, 8, block=4))
+        return torch.autograd.grad(out.sum(), q, create_graph=True)[0].square().sum() * p["w"].sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1))
+    with pytest.raises(SpecError, match="a gradient of its gradient is asked for"):
+        fzero.lower(spec, {"w": torch.ones(2)}, torch.ones(1, 1, 8, 2))
+
+
+def test_both_ops_have_a_full_row() -> None:
+    for op in (sparse_ops.FORWARD, sparse_ops.BACKWARD):
+        row = fzero.ir.op_info.of(op).stated()
+        assert {"placements", "fake", "out_form", "workspace", "flops", "attends"} <= row.keys()

@@ -1,0 +1,184 @@
+"""sparse_ops: the numbers of masked sdpa, the memory that is planned, placements, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharding import call as node_of
+from sharding import differs
+from sparse_calls import SparseCall, drawn, masked, ours
+from torch import Tensor
+
+from fzero._torch_compat import allocations
+from fzero.codegen.workspace import workspace_bytes
+from fzero.cost.flops import flops
+from fzero.errors import SpecError
+from fzero.shard.rules import strategies
+from fzero.sparse import row_attention, sparse_ops
+
+# relative to fp64; of fp32 no closer than sdpa itself, whose scores may be large
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def far(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest distance, relative to the largest of what is wanted."""
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(got, wanted, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**6))
+def test_numbers_are_those_of_masked_sdpa(seed: int) -> None:
+    """Layouts of each kind, grouped heads, documents, padding, edges of windows, and queries without a key."""
+    assert_close(drawn(seed))
+
+
+def assert_close(call: SparseCall) -> None:
+    wanted = masked(call, torch.float64)
+    assert far(ours(call), wanted) <= max(BOUNDS[torch.float32], 2 * far(masked(call, torch.float32), wanted))
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_dtypes_and_head_dims(dtype: torch.dtype, dim: int) -> None:
+    call = drawn(dim, dtype, dim=dim, value_dim=dim, rows=8, block=16, table="heads", bounds=(40, 3))
+    got = ours(call)
+    assert {x.dtype for x in got} == {dtype}
+    assert far(got, masked(call, torch.float64)) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gradcheck(seed: int) -> None:
+    call = drawn(seed, torch.float64, batch=1 + seed % 2, groups=1, repeat=2, rows=3, block=2, dim=2, value_dim=3)
+    q, k, v = (x.requires_grad_() for x in call.tensors[:3])
+
+    def fn(*own: Tensor) -> Tensor:
+        return torch.ops.fzero.block_sparse_attention(*own, *call.args[3:])
+
+    assert torch.autograd.gradcheck(fn, (q, k, v))
+
+
+def test_a_query_without_a_key_is_0_and_gives_nothing() -> None:
+    call = drawn(0, batch=1, groups=1, rows=2, block=4, table="none", documents=False, bounds=(-1, -1))
+    call.documents = torch.tensor([[0, 0, 0, -1, 0, 0, -1, -1]], dtype=torch.int32)
+    out, dq, dk, dv = ours(call)
+    for x in (out, dq, dk, dv):
+        assert (x[:, :, [3, 6, 7]] == 0).all()
+        assert (x[:, :, [0, 1, 2, 4, 5]] != 0).any(-1).all()
+
+
+def test_no_number_that_is_not_finite_is_hidden() -> None:
+    """A NaN in a key reaches the queries that see it, and none in a block that does not look at its block."""
+    call = drawn(1, batch=1, groups=1, repeat=1, rows=4, block=4, table="none", documents=False, bounds=(4, 0))
+    call.tensors[1][0, 0, 5] = torch.nan
+    out = ours(call)[0]
+    reached = out[0, 0].isnan().any(-1)
+    assert reached[call.mask[0, 0, :, 5]].all()
+    assert not reached[:4].any()
+    assert not reached[12:].any()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_repeat_and_strides_change_none(seed: int) -> None:
+    call = drawn(seed)
+    first = ours(call)
+    turned = SparseCall(
+        tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in call.tensors),
+        call.columns, call.documents, call.numbers, call.mask,
+    )  # fmt: skip
+    for again in (ours(call), ours(turned)):
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_heads_taken_apart_have_the_same_numbers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit into the cache is computed by fewer heads at a time."""
+    call = drawn(seed)
+    monkeypatch.setattr(row_attention, "_CACHE", random.Random(seed).choice((1, 5000, 20_000)))
+    assert_close(call)
+
+
+# --- what is known of them --------------------------------------------------------------------------------------------
+
+
+def backward_args(call: SparseCall) -> tuple[Any, ...]:
+    return (call.tensors[3], *call.args)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_strategy_computes_the_op(seed: int) -> None:
+    """By brute force: parts, the local call, joined."""
+    draw, offered = random.Random(seed), set()
+    call = drawn(seed, torch.float64, batch=draw.choice((2, 6)), groups=draw.choice((1, 2, 6)), repeat=2, rows=3)
+    for op, args in ((sparse_ops.FORWARD, call.args), (sparse_ops.BACKWARD, backward_args(call))):
+        node, tensors = node_of(op, args)
+        for n in (2, 3):
+            for strategy in strategies(node, n):
+                assert (fault := differs(node, tensors, strategy, n, draw)) == "", fault
+                offered.add(str(strategy.inputs[0]))
+    assert {"R", "S0", "S1"} <= {text.partition("/")[0] for text in offered}
+
+
+def asked(call: Callable[[], Any]) -> int:
+    with allocations() as events:
+        call()
+    return max(itertools.accumulate((nbytes for _, nbytes in events), initial=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("table", ["none", "heads", "batch"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_no_call_asks_the_allocator_for_more_than_planned(dtype: torch.dtype, table: str, documents: bool) -> None:
+    call = drawn(
+        7, dtype, batch=2, groups=2, repeat=2, rows=12, block=32, dim=64, value_dim=64, table=table,
+        documents=documents, density=0.5, bounds=(100, 0),
+    )  # fmt: skip
+    for op, args in ((sparse_ops.FORWARD, call.args), (sparse_ops.BACKWARD, backward_args(call))):
+        node, _ = node_of(op, args)
+        value = node.meta["val"]
+        outs = {"out": value} if isinstance(value, Tensor) else dict(zip(("dq", "dk", "dv"), value, strict=True))
+        peak = asked(lambda op=op, args=args, outs=outs: op.overloadpacket.out(*args, **outs))
+        planned = workspace_bytes(node)
+        assert peak <= planned + 4096, (peak, planned)
+        assert planned <= 1.6 * peak, "rows are narrower than the widest"
+
+
+def test_the_operations_are_those_of_the_window() -> None:
+    call = drawn(0, batch=1, groups=2, repeat=2, rows=8, block=16, dim=32, value_dim=8, table="none", bounds=(17, 0))
+    node, _ = node_of(sparse_ops.FORWARD, call.args)
+    assert flops(node) == 2 * 4 * 128 * (3 * 16) * (32 + 8)
+    node, _ = node_of(sparse_ops.BACKWARD, backward_args(call))
+    assert flops(node) == 2 * 4 * 128 * (3 * 16) * (3 * 32 + 2 * 8)
+
+
+def test_refusals() -> None:
+    call = drawn(0, batch=2, groups=2, repeat=2, rows=3, block=4, table="one", documents=True)
+    q, k, v, columns, documents, *numbers = call.args
+    assert columns is not None
+    op = sparse_ops.FORWARD
+    for args, said in (
+        ((q[0], k, v, columns, documents, *numbers), r"q has shape \(4, 12, .*\(batch, heads, tokens, dim\)"),
+        ((q[:, :3], k, v, columns, documents, *numbers), "q has 3 heads, k has 2"),
+        ((q, k[..., :0], v, columns, documents, *numbers), "k has shape"),
+        ((q, k.double(), v, columns, documents, *numbers), "k is torch.float64, q is torch.float32"),
+        ((q, k, v, columns.long(), documents, *numbers), r"columns is torch.int64 .*int32 \(1 or 2, 1, 2 or 4, 3, at"),
+        ((q, k, v, columns, documents[:1], *numbers), r"documents is .*int32 \(2, 12\)"),
+        ((q, k, v, columns, documents, 5, *numbers[1:]), "12 tokens in blocks of 5; needed a multiple"),
+        ((q, k, v, columns, documents, 4, -2, 0, 1.0), "left=-2"),
+    ):
+        with pytest.raises(SpecError, match=said):
+            op(*args)
+
+
+@pytest.mark.parametrize("row", [[1, 0, -1], [0, 0, -1], [0, 3, -1], [-1, 0, 1], [0, -2, -1]])
+def test_a_table_that_is_none_is_refused(row: list[int]) -> None:
+    call = drawn(0, batch=1, groups=1, repeat=1, rows=3, block=4, documents=False)
+    columns = torch.tensor([[0, 1, 2], row, [0, 1, 2]], dtype=torch.int32)[None, None]
+    with pytest.raises(SpecError, match=r"row 1 of the table is .*needed blocks from 0 to 2 in ascending order"):
+        sparse_ops.FORWARD(*call.args[:3], columns, None, *call.numbers)
