@@ -79,7 +79,8 @@ def zero_one_adam(
 
     For `freeze` steps gradients travel in signs. At some steps they travel in float32, and the variance is updated; the
     distance of these doubles after each `doubled_after` of them. Then each rank takes local steps. Their number doubles
-    after each `doubled_after` meetings, up to `longest`; what all have moved travels in signs.
+    after each `doubled_after` meetings, up to `longest`; what all have moved travels in signs. The paper doubles after
+    16. Where the variance is not known well by then, as in runs of some hundred steps, that diverges.
     """
     b1, b2 = betas
     signs = lambda value, error: fzero.coded_mean(value, error, "sign", both_ways=True)  # noqa: E731
