@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fzero.cost.op_price import UPDATES, WIRE, Does, Event, Way, priced
+from fzero.cost.op_price import OVER, UPDATES, WIRE, Does, Event, Way, priced
 from fzero.cost.rates import Rates
 from fzero.errors import FzeroError
 from fzero.ir.program import Program, op_text
@@ -150,7 +150,7 @@ class _Clock:
                     self.queues.setdefault(event.lane, []).append(event.seconds)
                     self.busy[event.lane] = self.busy.get(event.lane, 0.0) + event.seconds
                     self.written += event.written
-                case Does.PASS:
+                case Does.PASS if event.place != OVER:
                     self._pass(event.lane, event.place)
                 case Does.SEND | Does.RECEIVE:
                     self._message(event)
