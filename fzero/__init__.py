@@ -14,6 +14,7 @@ from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
+from fzero.compile.simulation import Simulation, simulation
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -84,6 +85,7 @@ __all__ = [
     "Program",
     "Schedule",
     "ShardedTensor",
+    "Simulation",
     "Spec",
     "SpecError",
     "State",
@@ -115,6 +117,7 @@ __all__ = [
     "save",
     "scan",
     "simulate",
+    "simulation",
     "static",
     "step",
     "unshard",

@@ -36,14 +36,21 @@ def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTi
     """
     if not 0 <= rank < lowered.plan.mesh.world_size:
         raise SpecError(f"simulate: rank {rank} of a world of {lowered.plan.mesh.world_size}")
+    rates = checked_rates(lowered, rates)
+    return roles_time(lowered.programs, rates)[lowered.plan.mesh.role(rank)]
+
+
+def checked_rates(lowered: Lowered, rates: Rates | Hardware) -> Rates:
+    """The rates for a step. Raises SpecError for a lane of a disk, or a kind of transfer, that has none."""
     rates = rates.rates(lowered.plan.mesh) if isinstance(rates, Hardware) else rates
-    program = lowered.on(rank)
-    moved = lane_bytes(program)
-    if unknown := [name for name in moved if DISK in name and name not in rates.lanes]:
+    moved = [name for program in lowered.programs.values() for name in lane_bytes(program).items()]
+    for name, nbytes in moved:
+        if DISK not in name or name in rates.lanes:
+            continue
         raise SpecError(
-            f"simulate: the step moves {moved[unknown[0]]:,} bytes on {unknown[0]}, a lane without a rate. Needed in "
+            f"simulate: the step moves {nbytes:,} bytes on {name}, a lane without a rate. Needed in "
             f"rates.lanes (bytes a second), as `fzero doctor` measures it: dataclasses.replace(rates, "
-            f"lanes={{**rates.lanes, {unknown[0]!r}: 2e9}})"
+            f"lanes={{**rates.lanes, {name!r}: 2e9}})"
         )
     ops = [op for role in lowered.programs.values() for op in role.ops]
     wanted = {(op.row.rate or SEND, str(op.axis)) for op in ops if op.is_collective or op.is_message}
@@ -53,4 +60,4 @@ def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTi
             "rates.latency (seconds) and rates.wire_bytes (bytes a second): "
             f"dataclasses.replace(rates, latency={{{lacking[0]!r}: 1e-5}}, wire_bytes={{{lacking[0]!r}: 4e11}})"
         )
-    return roles_time(lowered.programs, rates)[lowered.plan.mesh.role(rank)]
+    return rates
