@@ -29,7 +29,7 @@ NARROW = 0.4  # pixels; work that is closer and of one colour is drawn as one
 
 
 @dataclass(frozen=True)
-class RoleWork:
+class SimulatedRole:
     """What one role does in a step. spans: all work of its lanes. memory: (seconds, bytes of the device), op after
     op of its program."""
 
@@ -54,7 +54,7 @@ class Simulation:
     `svg()` is a drawing, `chrome_trace()` a dict to be written as JSON, which ui.perfetto.dev opens.
     """
 
-    roles: Mapping[int, RoleWork]
+    roles: Mapping[int, SimulatedRole]
 
     @property
     def seconds(self) -> float:
@@ -110,7 +110,7 @@ def simulation(lowered: Lowered, rates: Rates | Hardware) -> Simulation:
     roles = {}
     for number, (time, spans, past) in roles_spans(lowered.programs, checked_rates(lowered, rates)).items():
         program = lowered.programs[number]
-        roles[number] = RoleWork(program, time, spans, list(_memory(program, past)))
+        roles[number] = SimulatedRole(program, time, spans, list(_memory(program, past)))
     return Simulation(roles)
 
 

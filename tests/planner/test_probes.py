@@ -69,16 +69,16 @@ def test_a_gpt(fields: dict[str, Any], mesh: dict[str, int], microbatches: int) 
 
 
 def small(kind: str, layers: int) -> Any:
-    shared = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    shared: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     if kind == "llama":
         config = transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, **shared)
         return transformers.LlamaForCausalLM(config)
     if kind == "bert":
-        drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        drops: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         return transformers.BertForMaskedLM(transformers.BertConfig(num_hidden_layers=layers, **shared, **drops))
-    drops = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    sizes = {"n_layer": layers, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
+    small: dict[str, Any] = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    small |= {"n_layer": layers, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**small))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
@@ -152,6 +152,7 @@ def test_a_shallow_step_has_fewer_layers_and_the_same_loss_function_elsewhere() 
     assert of.equal is not None
     few = shallow(of, of.equal, 2)
     assert sorted(few.params_like) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert few.spec.loss is not None
     assert few.spec.loss(few.params_like, torch.ones(4, 4)).shape == ()
     assert of.spec.loss is loss
     assert len(params) == 12
