@@ -26,6 +26,7 @@ API = {  # module: the heading of its page
     "fzero.optim": "fzero.optim: optimizers and schedules",
     "fzero.random": "fzero.random: keys and draws",
     "fzero.data": "fzero.data: batches",
+    "fzero.sparse": "fzero.sparse: attention over some pairs of tokens",
     "fzero.interop": "fzero.interop: modules, files and configurations of others",
     "fzero.checkpoint": "fzero.checkpoint: saving, in detail",
     "fzero.hardware": "fzero.hardware: machines as data",

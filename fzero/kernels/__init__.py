@@ -26,7 +26,6 @@ import torch
 from fzero import backend
 from fzero.kernels.codecs import CODECS
 
-SPARSE_TILE = 64 * 128 * 2  # bytes of a block of keys, in block-sparse attention
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -87,8 +86,8 @@ def _fits_sparse(*args: Any, **outs: Any) -> bool:
     q, k, v, columns, documents, block = args[-9:-3]
     given = [x for x in (q, k, v, columns, documents) if x is not None]
     there = all(backend.of(x.device).has_kernels for x in given) and all(x.stride(3) == 1 for x in (q, k, v))
-    bytes_of_tile = block * max(q.shape[3], v.shape[3]) * q.element_size()
-    return there and q.dtype in FLOATS and block in (16, 32, 64, 128) and bytes_of_tile <= SPARSE_TILE
+    room = 2048 if q.dtype == torch.float32 else 8192  # numbers of the smallest tile, of 16 tokens
+    return there and q.dtype in FLOATS and block % 16 == 0 and 16 * max(q.shape[3], v.shape[3]) <= room
 
 
 KERNELS: dict[str, Kernel] = {

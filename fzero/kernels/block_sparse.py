@@ -55,17 +55,26 @@ def _scores(q, k, i, j, ids, scale, left, right, DOCUMENTS: tl.constexpr):  # ty
 
 
 @jit
-def _walk(table, count, row, rows, before, after, BLOCK: tl.constexpr, TABLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(the first step of a walk, past the last): of the table's entries, or of the blocks within the bounds."""
+def _walk(count, number, tiles, before, after, TILE: tl.constexpr, RATIO: tl.constexpr, TABLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the first step of a walk over tiles, past the last): of the table's entries, or of those within the bounds."""
     if TABLE:
-        return 0, tl.load(count)
+        return 0, tl.load(count) * RATIO
     first = 0
-    last = rows
+    last = tiles
     if before >= 0:
-        first = tl.where(row * BLOCK < before, 0, (row * BLOCK - before) // BLOCK)
+        first = tl.where(number * TILE < before, 0, (number * TILE - before) // TILE)
     if after >= 0:
-        last = tl.minimum(rows, ((row + 1) * BLOCK - 1 + after) // BLOCK + 1)
+        last = tl.minimum(tiles, ((number + 1) * TILE - 1 + after) // TILE + 1)
     return first, last
+
+
+@jit
+def _met(line, step, TILE: tl.constexpr, RATIO: tl.constexpr, TABLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens of a step's tile."""
+    first = step * TILE
+    if TABLE:
+        first = (tl.load(line + step // RATIO) * RATIO + step % RATIO) * TILE
+    return first + tl.arange(0, TILE)
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -73,26 +82,25 @@ def _walk(table, count, row, rows, before, after, BLOCK: tl.constexpr, TABLE: tl
 
 @jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    out, q, k, v, table, counts, ids, qb, qh, qs, kb, kh, ks, vb, vh, vs, tb, th, heads, repeat, shared, rows, width,
-    left, right, scale, dim, value_dim, BLOCK: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TABLE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    out, q, k, v, table, counts, ids, qb, qh, qs, kb, kh, ks, vb, vh, vs, tb, th, heads, repeat, shared, tiles, width,
+    left, right, scale, dim, value_dim, TILE: tl.constexpr,
+    RATIO: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    row, place = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
+    number, place = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = place // heads, place % heads
     k += b * kb + h // repeat * kh
     v += b * vb + h // repeat * vh
-    line = b * tb + h // shared * th + row
-    i = row * BLOCK + tl.arange(0, BLOCK)
+    line = b * tb + h // shared * th + number // RATIO
+    i = number * TILE + tl.arange(0, TILE)
     queries = _tile(q + b * qb + h * qh, i, qs, dim, DIM)
-    most = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    acc = tl.zeros((BLOCK, VALUE_DIM), tl.float32)
-    first, last = _walk(table, counts + line, row, rows, left, right, BLOCK, TABLE)
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, VALUE_DIM), tl.float32)
+    first, last = _walk(counts + line, number, tiles, left, right, TILE, RATIO, TABLE)
     for step in range(first, last):
-        column = tl.load(table + line * width + step) if TABLE else step
-        j = column * BLOCK + tl.arange(0, BLOCK)
+        j = _met(table + line * width, step, TILE, RATIO, TABLE)
         s = _scores(
-            queries, _tile(k, j, ks, dim, DIM), i, j, ids + b * rows * BLOCK, scale, left, right, DOCUMENTS
+            queries, _tile(k, j, ks, dim, DIM), i, j, ids + b * tiles * TILE, scale, left, right, DOCUMENTS
         )  # fmt: skip
         higher = tl.maximum(most, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -103,31 +111,30 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="tf32x3")
         most = higher
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    _put(out + place * rows * BLOCK * value_dim, i, acc, value_dim, VALUE_DIM)
+    _put(out + place * tiles * TILE * value_dim, i, acc, value_dim, VALUE_DIM)
 
 
 @jit
 def _rows_kernel(  # type: ignore[no-untyped-def]
     dq, lse, delta, grad, q, k, v, table, counts, ids, gb, gh, gs, qb, qh, qs, kb, kh, ks, vb, vh, vs, tb, th, heads,
-    repeat, shared, rows, width, left, right, scale, dim, value_dim, BLOCK: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    repeat, shared, tiles, width, left, right, scale, dim, value_dim, TILE: tl.constexpr,
+    RATIO: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    row, place = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
+    number, place = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = place // heads, place % heads
     k += b * kb + h // repeat * kh
     v += b * vb + h // repeat * vh
-    ids += b * rows * BLOCK
-    line = b * tb + h // shared * th + row
-    i = row * BLOCK + tl.arange(0, BLOCK)
+    ids += b * tiles * TILE
+    line = b * tb + h // shared * th + number // RATIO
+    i = number * TILE + tl.arange(0, TILE)
     queries = _tile(q + b * qb + h * qh, i, qs, dim, DIM)
     incoming = _tile(grad + b * gb + h * gh, i, gs, value_dim, VALUE_DIM)
-    most = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    mean = tl.zeros((BLOCK,), tl.float32)
-    first, last = _walk(table, counts + line, row, rows, left, right, BLOCK, TABLE)
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    mean = tl.zeros((TILE,), tl.float32)
+    first, last = _walk(counts + line, number, tiles, left, right, TILE, RATIO, TABLE)
     for step in range(first, last):
-        column = tl.load(table + line * width + step) if TABLE else step
-        j = column * BLOCK + tl.arange(0, BLOCK)
+        j = _met(table + line * width, step, TILE, RATIO, TABLE)
         s = _scores(queries, _tile(k, j, ks, dim, DIM), i, j, ids, scale, left, right, DOCUMENTS)
         higher = tl.maximum(most, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -140,43 +147,41 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     blind = total == 0.0
     log = tl.where(blind, float("inf"), most + tl.log(tl.where(blind, 1.0, total)))
     mean = mean / tl.where(blind, 1.0, total)
-    acc = tl.zeros((BLOCK, DIM), tl.float32)
+    acc = tl.zeros((TILE, DIM), tl.float32)
     for step in range(first, last):
-        column = tl.load(table + line * width + step) if TABLE else step
-        j = column * BLOCK + tl.arange(0, BLOCK)
+        j = _met(table + line * width, step, TILE, RATIO, TABLE)
         keys = _tile(k, j, ks, dim, DIM)
         s = _scores(queries, keys, i, j, ids, scale, left, right, DOCUMENTS)
         dp = tl.dot(incoming, tl.trans(_tile(v, j, vs, value_dim, VALUE_DIM)), input_precision="tf32x3")
         ds = tl.exp(s - log[:, None]) * (dp - mean[:, None])
         acc += tl.dot(ds.to(keys.dtype), keys, input_precision="tf32x3")
-    _put(dq + place * rows * BLOCK * dim, i, acc * scale, dim, DIM)
-    tl.store(lse + place * rows * BLOCK + i, log)
-    tl.store(delta + place * rows * BLOCK + i, mean)
+    _put(dq + place * tiles * TILE * dim, i, acc * scale, dim, DIM)
+    tl.store(lse + place * tiles * TILE + i, log)
+    tl.store(delta + place * tiles * TILE + i, mean)
 
 
 @jit
 def _columns_kernel(  # type: ignore[no-untyped-def]
     dk, dv, lse, delta, grad, q, k, v, table, counts, ids, gb, gh, gs, qb, qh, qs, kb, kh, ks, vb, vh, vs, tb, th,
-    groups, repeat, shared, rows, width, left, right, scale, dim, value_dim, BLOCK: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    groups, repeat, shared, tiles, width, left, right, scale, dim, value_dim, TILE: tl.constexpr,
+    RATIO: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TABLE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """`table` holds the rows that look at each column."""
-    column, place = tl.program_id(0) % rows, (tl.program_id(0) // rows).to(tl.int64)
+    number, place = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, g = place // groups, place % groups
-    ids += b * rows * BLOCK
-    j = column * BLOCK + tl.arange(0, BLOCK)
+    ids += b * tiles * TILE
+    j = number * TILE + tl.arange(0, TILE)
     keys = _tile(k + b * kb + g * kh, j, ks, dim, DIM)
     values = _tile(v + b * vb + g * vh, j, vs, value_dim, VALUE_DIM)
-    to_k = tl.zeros((BLOCK, DIM), tl.float32)
-    to_v = tl.zeros((BLOCK, VALUE_DIM), tl.float32)
-    for number in range(repeat):
-        h = g * repeat + number
-        line = b * tb + h // shared * th + column
-        told = (b * groups * repeat + h) * rows * BLOCK
-        first, last = _walk(table, counts + line, column, rows, right, left, BLOCK, TABLE)
+    to_k = tl.zeros((TILE, DIM), tl.float32)
+    to_v = tl.zeros((TILE, VALUE_DIM), tl.float32)
+    for member in range(repeat):
+        h = g * repeat + member
+        line = b * tb + h // shared * th + number // RATIO
+        told = (b * groups * repeat + h) * tiles * TILE
+        first, last = _walk(counts + line, number, tiles, right, left, TILE, RATIO, TABLE)
         for step in range(first, last):
-            row = tl.load(table + line * width + step) if TABLE else step
-            i = row * BLOCK + tl.arange(0, BLOCK)
+            i = _met(table + line * width, step, TILE, RATIO, TABLE)
             queries = _tile(q + b * qb + h * qh, i, qs, dim, DIM)
             incoming = _tile(grad + b * gb + h * gh, i, gs, value_dim, VALUE_DIM)
             s = _scores(queries, keys, i, j, ids, scale, left, right, DOCUMENTS)
@@ -185,8 +190,8 @@ def _columns_kernel(  # type: ignore[no-untyped-def]
             dp = tl.dot(incoming, tl.trans(values), input_precision="tf32x3")
             ds = p * (dp - tl.load(delta + told + i)[:, None])
             to_k += tl.dot(tl.trans(ds.to(queries.dtype)), queries, input_precision="tf32x3")
-    _put(dk + place * rows * BLOCK * dim, j, to_k * scale, dim, DIM)
-    _put(dv + place * rows * BLOCK * value_dim, j, to_v, value_dim, VALUE_DIM)
+    _put(dk + place * tiles * TILE * dim, j, to_k * scale, dim, DIM)
+    _put(dv + place * tiles * TILE * value_dim, j, to_v, value_dim, VALUE_DIM)
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
@@ -206,17 +211,31 @@ def by_column(columns: Tensor) -> Tensor:
     return order.masked_fill(torch.arange(rows, device=columns.device) >= own.sum(-1, keepdim=True), -1)
 
 
+def tile_for(block: int, dims: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile: the largest power of two that divides a block and whose rows of `dims` stay in registers.
+
+    Of fp32 products there are three each, in tf32. 0: no tile has room.
+
+    >>> tile_for(64, 64, torch.bfloat16), tile_for(64, 64, torch.float32), tile_for(48, 64, torch.bfloat16)
+    (64, 32, 16)
+    """
+    room = 32 * 64 if dtype == torch.float32 else 64 * 128
+    fits = [t for t in (64, 32, 16) if block % t == 0 and t * max(16, 1 << (dims - 1).bit_length()) <= room]
+    return fits[0] if fits else 0
+
+
 def attention_out(
     q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, block: int, left: int,
     right: int, scale: float, *, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`fzero::block_sparse_attention.out`: fp32, bf16 or fp16 with dims side by side, blocks of 16, 32, 64 or 128."""
-    args, constants = _common(q, k, v, columns, documents, block, q.shape[1])
+    """`fzero::block_sparse_attention.out`: fp32, bf16 or fp16 with dims side by side, blocks that `tile_for` takes."""
+    (head, tail), constants = _common(q, k, v, columns, documents, block, q.shape[1])
     numbers = (left, right, scale, q.shape[3], v.shape[3])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    head, tail = args
-    programs = q.shape[0] * q.shape[1] * (q.shape[2] // block)
-    _triton.launch(_forward_kernel, programs, q.device, out, q, k, v, *head, *strides, *tail, *numbers, **constants)
+    programs = q.shape[0] * q.shape[1] * (q.shape[2] // constants["TILE"])
+    args = (out, q, k, v, *head, *strides, *tail, *numbers)
+    stages = 3 if constants["DIM"] <= 128 else 1  # more would spill
+    _triton.launch(_forward_kernel, programs, q.device, *args, num_stages=stages, **constants)
     return out
 
 
@@ -229,17 +248,13 @@ def backward_out(
     numbers = (left, right, scale, q.shape[3], v.shape[3])
     strides = (*grad.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     lse, delta = q.new_empty((2, *q.shape[:3]), dtype=torch.float32).unbind(0)
-    rows = q.shape[2] // block
-    (head, tail), constants = _common(q, k, v, columns, documents, block, q.shape[1])
     operands = (lse, delta, grad, q, k, v)
-    programs = q.shape[0] * q.shape[1] * rows
-    _triton.launch(_rows_kernel, programs, q.device, dq, *operands, *head, *strides, *tail, *numbers, **constants)
     turned = None if columns is None else by_column(columns)
-    (head, tail), constants = _common(q, k, v, turned, documents, block, k.shape[1])
-    programs = k.shape[0] * k.shape[1] * rows
-    _triton.launch(
-        _columns_kernel, programs, q.device, dk, dv, *operands, *head, *strides, *tail, *numbers, **constants
-    )  # fmt: skip
+    for kernel, into, table, x in ((_rows_kernel, (dq,), columns, q), (_columns_kernel, (dk, dv), turned, k)):
+        (head, tail), constants = _common(q, k, v, table, documents, block, x.shape[1])
+        programs = x.shape[0] * x.shape[1] * (x.shape[2] // constants["TILE"])
+        args = (*into, *operands, *head, *strides, *tail, *numbers)
+        _triton.launch(kernel, programs, q.device, *args, num_stages=1, **constants)  # more would spill
     return dq, dk, dv
 
 
@@ -247,18 +262,19 @@ def _common(
     q: Tensor, k: Tensor, v: Tensor, table: Tensor | None, documents: Tensor | None, block: int, programs_heads: int
 ) -> tuple[tuple[tuple[Any, ...], tuple[Any, ...]], dict[str, Any]]:
     """((table, counts, ids), what follows the strides), and the constants of a launch."""
-    rows, heads, repeat = q.shape[2] // block, q.shape[1], q.shape[1] // k.shape[1]
+    heads, repeat = q.shape[1], q.shape[1] // k.shape[1]
+    tile = tile_for(block, max(q.shape[3], v.shape[3]), q.dtype)
     wide = [max(16, 1 << (x.shape[3] - 1).bit_length()) for x in (q, v)]
     constants: dict[str, Any] = {
-        "BLOCK": block, "DIM": wide[0], "VALUE_DIM": wide[1], "TABLE": table is not None,
-        "DOCUMENTS": documents is not None, "num_warps": 8 if block * max(wide) > 64 * 64 else 4,
+        "TILE": tile, "RATIO": block // tile, "DIM": wide[0], "VALUE_DIM": wide[1], "TABLE": table is not None,
+        "DOCUMENTS": documents is not None, "num_warps": 8 if tile * max(wide) * q.element_size() >= 32 * 64 * 4 else 4,
     }  # fmt: skip
-    ids = q if documents is None else documents.contiguous()
+    ids, tiles = q if documents is None else documents.contiguous(), q.shape[2] // tile
     if table is None:
-        return ((q, q, ids), (0, 0, programs_heads, repeat, heads, rows, 1)), constants
+        return ((q, q, ids), (0, 0, programs_heads, repeat, heads, tiles, 1)), constants
     table = table.contiguous()
     counts = (table >= 0).sum(-1, dtype=torch.int32)
-    by_batch = rows * table.shape[1] if table.shape[0] > 1 else 0
-    by_head = rows if table.shape[1] > 1 else 0
+    rows = table.shape[2]
+    by_batch, by_head = (rows * table.shape[1] if table.shape[0] > 1 else 0), (rows if table.shape[1] > 1 else 0)
     shared = heads // table.shape[1]
-    return ((table, counts, ids), (by_batch, by_head, programs_heads, repeat, shared, rows, table.shape[3])), constants
+    return ((table, counts, ids), (by_batch, by_head, programs_heads, repeat, shared, tiles, table.shape[3])), constants

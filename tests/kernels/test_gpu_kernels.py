@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sparse_calls import drawn, masked
 from torch import Tensor
 
 from fzero import optim
@@ -245,3 +246,21 @@ def test_the_table_swaps_operators_of_a_program() -> None:
     assert launch is KERNELS[str(op)].launch
     for a, b in zip(launch(*arguments), op(*arguments), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_block_sparse_attention_has_the_numbers_of_the_cpu(dtype: torch.dtype, seed: int) -> None:
+    """And its bits repeat: nothing is added up by atomics."""
+    call = drawn(seed, dtype, block=(16, 64)[seed % 2], dim=(32, 64)[seed % 2], value_dim=64)
+
+    def on_device() -> list[Tensor]:
+        own = [x.detach().cuda().requires_grad_() for x in call.tensors[:3]]
+        others = [x if x is None else x.cuda() for x in (call.columns, call.documents)]
+        out = torch.ops.fzero.block_sparse_attention(*own, *others, *call.numbers)
+        return [out.detach(), *torch.autograd.grad(out, own, call.tensors[3].cuda())]
+
+    first = on_device()
+    assert all(torch.equal(a, b) for a, b in zip(first, on_device(), strict=True))
+    for got, wanted in zip(first, masked(call, torch.float64), strict=True):
+        assert (got.cpu() - wanted).norm() <= (1e-5 if dtype == F32 else 2e-2) * wanted.norm()

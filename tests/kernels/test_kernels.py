@@ -161,7 +161,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any
     found: dict[str, tuple[Any, ...]] = {}
 
     def record(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-        defaults = {"enable_fp_fusion": True, "num_warps": 4}
+        defaults = {"enable_fp_fusion": True, "num_warps": 4, "num_stages": 3}
         options = {name: constants.pop(name, default) for name, default in defaults.items()}
         one = _source(kernel, args, constants)
         found[f"{kernel.__name__} {one} {options}"] = (kernel, *one, options)

@@ -186,6 +186,39 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         fzero.lower(spec, {"w": torch.ones(2)}, torch.ones(1, 1, 8, 2))
 
 
+def mutated(args: tuple[Any, ...], at: int) -> list[tuple[Any, ...]]:
+    """Calls that mean something else: of other operands, bounds and scales. at: where q is."""
+    q, k, v = args[at : at + 3]
+    block, left, right, scale = args[at + 5 :]
+    found = [(*args[:at], *three, *args[at + 3 :]) for three in ((k, q, v), (q, v, k), (k, k, v), (q, k, k), (v, k, v))]
+    numbers = [(block, x, right, scale) for x in range(-1, 32) if x != left]
+    numbers += [(block, left, x, scale) for x in range(-1, 32) if x != right]
+    numbers += [(block, left, right, scale * x) for x in (-1.0, 0.0, 0.5, 2.0, 1.0001)]
+    return found + [(*args[: at + 5], *four) for four in numbers]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sampled(1)
+def test_a_program_that_means_something_else_is_refused(name: str) -> None:
+    """Mutants of operands, windows and scales, of the op and of its backward."""
+    init, loss = cases.gpt(VOCAB, WIDTH, 2, HEADS, attending(LAYOUTS[name]))
+    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1))
+    lowered = fzero.lower(spec, init(fzero.random.key(0)), cases.tokens(2, TOKENS, VOCAB))
+    nodes = [n for gm in lowered.program.segments.values() for n in gm.graph.nodes]
+    count = 0
+    for node in nodes:
+        if "block_sparse_attention" in str(node.target):
+            kept = node.args
+            for args in mutated(kept, int("backward" in str(node.target))):
+                node.args = args
+                with pytest.raises((fzero.VerifyError, SpecError)):
+                    fzero.verify(lowered.roles)
+                count += 1
+            node.args = kept
+    fzero.verify(lowered.roles)
+    assert count >= 130
+
+
 def test_both_ops_have_a_full_row() -> None:
     for op in (sparse_ops.FORWARD, sparse_ops.BACKWARD):
         row = fzero.ir.op_info.of(op).stated()
