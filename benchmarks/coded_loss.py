@@ -126,7 +126,7 @@ def variants(steps: int) -> dict[str, Any]:
         "unfed": without_feedback(onebit),
         "live": coded_gradients(steps, "sign", True),
         "diloco": recipes.diloco(loss, adam, 16),
-        "zero-one": recipes.zero_one_adam(loss, rate, steps // 2, BETAS),
+        "zero-one": recipes.zero_one_adam(loss, rate, steps // 2, BETAS, doubled_after=warm),
         "lamb": optim.lamb(faster, BETAS),
         "onebit-lamb": recipes.onebit_lamb(faster, warm, BETAS),
     }

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from fzero import optim
-from fzero.kernels import adam8_kernel, adamw, cast, flat_norms, quantize, signs
+from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms
 from fzero.kernels import round as rounding
+from fzero.kernels.codecs import BLOCK, CODECS, BlockCodec, message_bytes
 
 REPEATS = 5
+RANKS = 4  # whose messages are added
 BF16 = torch.bfloat16
 STEP: tuple[Any, ...] = (0.9, 0.999, 1e-8, 0.1)  # betas, eps, weight decay
 
@@ -52,7 +54,7 @@ def cases(size: int, device: str) -> Iterator[Case]:
     yield from updates(size, device)
     yield from eighth(size, device)
     yield from buffers(size, device)
-    yield from compressed(size, device)
+    yield from messages(size, device)
 
 
 def updates(size: int, device: str) -> Iterator[Case]:
@@ -135,28 +137,32 @@ def buffers(size: int, device: str) -> Iterator[Case]:
     )  # fmt: skip
 
 
-def compressed(size: int, device: str) -> Iterator[Case]:
-    x, error = torch.randn(size, device=device), torch.zeros(size, device=device)
-    for bits in (8, 4):
-        num_codes, num_scales = quantize.sizes(size, bits)
-        codes = torch.empty(num_codes, dtype=torch.int8 if bits == 8 else torch.uint8, device=device)
-        scales = torch.empty(num_scales, device=device)
-        given: dict[str, Any] = {"codes": codes, "scales": scales, "bits": bits}
+def messages(size: int, device: str) -> Iterator[Case]:
+    x = torch.randn(size, device=device)
+    blocks = torch.empty(-(-size // BLOCK) * BLOCK, device=device)
+    for codec in CODECS.values():
+        room = torch.empty(RANKS, message_bytes(size, codec), dtype=torch.uint8, device=device)
+        for row in room:
+            codec_kernels.encode(codec, x, out=row)
+        yield from coded(codec, x, blocks, room)
+
+
+def coded(codec: BlockCodec, x: Tensor, blocks: Tensor, room: Tensor) -> Iterator[Case]:
+    """room: the messages of RANKS ranks, in rows."""
+    message, low = room[0], x.to(BF16)
+    for name, source in (("fp32", x), ("bf16", low)):
         yield Case(
-            f"quantise int{bits}", lambda given=given: quantize.quantize(x=x, **given),  # type: ignore[misc]
-            [x], [codes, scales], lambda bits=bits: quantize.quantize_reference(x, bits),  # type: ignore[misc]
+            f"encode {codec.name} of {name}", lambda source=source: codec_kernels.encode(codec, source, out=message),  # type: ignore[misc]
+            [source], [message], lambda source=source: codecs.encode(source, codec, message),  # type: ignore[misc]
         )  # fmt: skip
-        yield Case(
-            f"dequantise int{bits}", lambda given=given: quantize.dequantize(x, **given),  # type: ignore[misc]
-            [codes, scales], [x],
-        )  # fmt: skip
-    num_signs, num_scales = signs.sizes(size)
-    packed = torch.empty(num_signs, dtype=torch.uint8, device=device)
-    scales = torch.empty(num_scales, device=device)
     yield Case(
-        "pack signs, error feedback", lambda: signs.pack(packed, scales, x, error), [x, error], [packed, scales, error]
-    )
-    yield Case("unpack signs", lambda: signs.unpack(x, packed, scales), [packed, scales], [x])
+        f"decode {codec.name}", lambda: codec_kernels.decode(codec, message, out=blocks),
+        [message], [blocks], lambda: codecs.decode_blocks(message, codec, blocks),
+    )  # fmt: skip
+    yield Case(
+        f"decode and add {RANKS} of {codec.name}", lambda: codec_kernels.decode_sum(codec, room, RANKS, out=blocks),
+        [room], [blocks], lambda: codecs.decode_sum(room, RANKS, codec, blocks),
+    )  # fmt: skip
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from fzero.capture.joint_region import combined, means, region_outputs
 from fzero.capture.provenance import describe, user_line
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.mesh import DATA, PIPELINE, parts_of
+from fzero.kernels.codecs import CODECS
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 from fzero.shard.ops import constrained
@@ -113,6 +114,7 @@ def _gradient(
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
             key=key, scale=scale, microbatches=num, enter=_entering(tracing), reduce=reduce,
         )  # fmt: skip
+        _check_codec(joint.precision, tracing, reduce)
         _check_params(joint.paths, joint.leaves)
         if joint.precision.loss_scale is not None and scale is None:
             raise CaptureError(
@@ -324,6 +326,23 @@ def _check_options(fn: Any, batch_argnum: Any, microbatches: Any, key: Any, scal
 def _check_key(name: str, key: Any) -> None:
     if key is not None and not is_key(key):
         raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
+
+
+def _check_codec(chosen: Precision, tracing: Tracing | None, reduce: bool) -> None:
+    """Raises CaptureError where gradients would not travel in the codec that is asked for."""
+    if chosen.reduce not in CODECS or tracing is None:
+        return
+    if not reduce:
+        raise CaptureError(
+            f"Precision(reduce={chosen.reduce!r}): these gradients stay on their rank (reduce=False, or an optimizer "
+            f"with takes='local'), so none travels in it. Write fzero.coded_mean(grads, codec={chosen.reduce!r}) where "
+            "they are averaged, and take reduce= out"
+        )
+    if chosen.reduce != tracing.precision.reduce:
+        raise CaptureError(
+            f"value_and_grad(precision=Precision(reduce={chosen.reduce!r})): the codec of gradients lies in the layout "
+            "of the state, which the Spec says: Spec(precision=...) with the same reduce="
+        )
 
 
 def _policy(value: str | Precision | None, tracing: Tracing | None) -> Precision:

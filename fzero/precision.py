@@ -131,8 +131,9 @@ class Precision:
         "e4m3" and "e5m2": each rank sends messages, and the sums are in fp32.
     gather: a codec for parameters: the loss is computed on what they are once they were encoded and decoded, and their
         messages are gathered. Gradients pass it straight through.
-    exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, and embeddings, which
-        are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte", "wpe" or "shared".
+    exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, those of `keep`, and
+        embeddings, which are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte",
+        "wpe" or "shared".
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
     loss_scale: for fp16, in the `loss=` form.
     cast_batch: False leaves the loss's other arguments as they are.
@@ -236,7 +237,7 @@ class Precision:
 
     def _exact(self, path: str, leaf: Tensor) -> bool:
         if self.exact is None:
-            return leaf.ndim < 2 or _TABLE.search(path.lower()) is not None
+            return leaf.ndim < 2 or self._rule(path) is not None or _TABLE.search(path.lower()) is not None
         return leaf.ndim == 0 or any(tree.matches(rule, path) for rule in self.exact_rules)
 
     @property

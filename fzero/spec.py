@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from fzero.errors import SpecError
 from fzero.field_checks import needs
-from fzero.ir.mesh import PIPELINE
+from fzero.ir.mesh import DATA
+from fzero.kernels.codecs import CODECS
 from fzero.optim import GradientTransformation
 from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
@@ -270,12 +271,17 @@ def _check_local(spec: Spec) -> None:
             f"Spec(precision={spec.precision!r}): {takes}, and what it keeps of one step for the next would be in the "
             "units of a loss scale that changes. Use precision='bf16', which needs none"
         )
+    if (codec := spec.numerics.policy.reduce) in CODECS:
+        raise SpecError(
+            f"Precision(reduce={codec!r}): {takes}, in codes of its own, so none travels in this one. Take reduce= out"
+        )
     if spec.reduce == "each":
         raise SpecError(f"Spec(reduce='each'): {takes}, once for all microbatches. Leave reduce out")
-    if PIPELINE in (spec.parallel.axes or {}):
+    axes = dict(spec.parallel.axes or {})
+    if other := next((axis for axis in axes if axis not in DATA), None):
         raise SpecError(
-            f"Spec(mesh={dict(spec.parallel.axes or {})}): {takes}, all leaves in one message, and a stage of a "
-            "pipeline has only its own. Leave 'pp' out"
+            f"Spec(mesh={axes}): {takes}, all leaves in one message, and a rank of {other!r} has only its part of "
+            f"them. Leave {other!r} out"
         )
 
 

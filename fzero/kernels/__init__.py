@@ -7,8 +7,7 @@
 | `flat_norms` | squared norm and finite check                                | 4 |
 | `round`    | stochastic rounding to bfloat16                              | 6 |
 | `cast`     | cast and scale                                               | 6 to or from 16 bits |
-| `quantize` | block int8 and int4, and back                                | 5.06, 4.56 |
-| `signs`    | signs with error feedback, and back                          | 12.13, 4.13 |
+| `codec_kernels` | block codecs: int8 and fp8, int4, signs; and back; a sum of messages | 5.06, 4.56, 4.19 |
 | `block_sparse` | attention over blocks of pairs, and its backward               | |
 | `philox`   | random numbers                                               | 4 |
 
@@ -19,28 +18,32 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import backend
+from fzero.kernels.codecs import CODECS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Kernel(NamedTuple):
     """A function of a file here, which takes an operator's own arguments. `fits` returns whether the kernel can take
-    given arguments. The file is imported when the first ones fit: Triton takes longer to import than all of fzero."""
+    given arguments. The file is imported when the first ones fit: Triton takes longer to import than all of fzero.
+    `before`: arguments of the function before the operator's."""
 
     file: str
     function: str
     fits: Callable[..., bool]
+    before: tuple[Any, ...] = ()
 
     @property
     def launch(self) -> Callable[..., Any]:
         """The function. Its file is imported here."""
         launch: Callable[..., Any] = getattr(importlib.import_module(f"{__name__}.{self.file}"), self.function)
-        return launch
+        return partial(launch, *self.before) if self.before else launch
 
     def taking(self, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
         """The function, if it can take these arguments on this machine."""
@@ -73,6 +76,11 @@ def _fits_one(x: Any, *rest: Any) -> bool:
     return _flat(x) and x.dtype in FLOATS
 
 
+def _fits_messages(messages: Any, *rest: Any) -> bool:
+    has_kernels = backend.of(messages.device).has_kernels
+    return has_kernels and messages.stride(-1) == 1 and messages.dtype is torch.uint8  # rows may be apart
+
+
 def _fits_sparse(*args: Any, **outs: Any) -> bool:
     """Of block-sparse attention and its backward, which has the gradient first. Larger tiles do not fit on chip."""
     q, k, v, columns, documents, block = args[-9:-3]
@@ -95,4 +103,10 @@ KERNELS: dict[str, Kernel] = {
     "aten._fused_adamw_.tensor_lr": Kernel("adamw", "fused_adamw_", _fits_fused),
     "aten._fused_adam_.default": Kernel("adamw", "fused_adam_", _fits_fused),
     "aten._fused_adam_.tensor_lr": Kernel("adamw", "fused_adam_", _fits_fused),
+}
+KERNELS |= {
+    f"fzero.{op}_{name}.{form}": Kernel("codec_kernels", op, fits, (codec,))
+    for name, codec in CODECS.items()
+    for op, fits in (("encode", _fits_one), ("decode", _fits_messages), ("decode_sum", _fits_messages))
+    for form in ("default", "out")
 }

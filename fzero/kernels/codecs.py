@@ -223,7 +223,7 @@ def _encode_blocks(rows: Tensor, into: Tensor, codec: BlockCodec, count: int | T
         squares = rows * rows
         for half in (32, 16, 8, 4, 2, 1):
             squares = squares[..., :half] + squares[..., half:]
-        scales.copy_((squares / count).sqrt_())
+        scales.copy_((squares / count).double().sqrt_())  # MKL's root in float32 is not IEEE's
         bits = (rows >= 0).view(torch.uint8).view(torch.int64)
         codes.copy_(bits.mul_(_PACK) >> 56)
         return

@@ -58,8 +58,8 @@ def onebit_adam(
     They count steps of the run, as `state.step` does. Parameters are float32.
 
     The optimizer takes local gradients in its second phase, so `clip_norm`, `clip_value`, a loss scale, `reduce="each"`
-    and a pipeline are refused. `nonfinite="skip"` is allowed. On one rank nothing is coded. Raises SpecError, and
-    TreeError for parameters of another dtype.
+    and the axes `pp` and `tp` are refused. `nonfinite="skip"` is allowed. On one rank nothing is coded. Raises
+    SpecError, and TreeError for parameters of another dtype.
 
     >>> phases = onebit_adam(0.1, warmup_steps=100)
     >>> phases.at(99), phases.at(100), phases["coded"].takes

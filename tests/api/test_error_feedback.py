@@ -279,6 +279,37 @@ def test_the_error_of_another_world_and_a_pipeline_are_refused() -> None:
         fzero.lower(one, {"w": torch.ones(64)}, batch(0, 0), world_size=2)
 
 
+def layered() -> tuple[Any, Any]:
+    """(a step of two layers whose gradients travel in signs, its first state)."""
+
+    def of_layers(p: Any, x: Tensor) -> Tensor:
+        for name in "01":
+            x = torch.tanh(x @ p["layers"][name]["w"])
+        return x.square().mean()
+
+    def step(state: Any, x: Tensor) -> Any:
+        value, grads = fzero.value_and_grad(of_layers, reduce=False)(state["params"], x)
+        mean, error = fzero.coded_mean(grads, state["error"], "sign", both_ways=True)
+        return {"params": tree.map(torch.sub, state["params"], mean), "error": error}, {"loss": value}
+
+    g = torch.Generator().manual_seed(0)
+    params = {"layers": {name: {"w": torch.randn(16, 16, generator=g)} for name in "01"}}
+    return step, {"params": params, "error": fzero.coded_error(params, both_ways=True)}
+
+
+def test_a_pipeline_is_refused_and_tp_is_not() -> None:
+    step, state = layered()
+    with pytest.raises(fzero.SpecError, match="with mesh axis 'pp' a rank has only those of its stage"):
+        fzero.lower(fzero.Spec(step=step, mesh={"pp": 2, "dp": 2}, microbatches=2), state, torch.zeros(4, 16))
+    cut = {"**/0/w": fzero.P(None, "tp"), "**/1/w": fzero.P("tp", None)}
+    x = lambda rank, number: torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))  # noqa: E731
+    runs = [
+        run(fzero.Spec(step=step, mesh={"dp": 2, "tp": 2}, shard=cut, zero=zero), state, x, world=4, steps=2).final
+        for zero in (0, 3)
+    ]
+    assert all(same_bits(runs[0][name], runs[1][name]) for name in runs[0])
+
+
 def test_outside_a_step_it_is_one_rank() -> None:
     x = drawn(1)
     error = fzero.CodedError(torch.full((SIZE,), 0.25), torch.full((SIZE,), 0.5))

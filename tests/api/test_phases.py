@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import run
+from helpers import gloo, run, values
 
 import fzero
 from fzero import optim
@@ -109,6 +110,36 @@ def test_a_discarded_step_counts_and_a_refused_one_does_not() -> None:
         fzero.step(raising, bad)
     raising = trained(raising, range(2, 4))  # it was the third step that failed, and is done now
     assert torch.equal(raising.params["w"].full(), by_hand(torch.ones(3), [batch(n) for n in range(4)]))
+
+
+def test_a_number_that_changes_at_a_switch_becomes_a_tensor(caplog: pytest.LogCaptureFixture) -> None:
+    one = fzero.Spec(loss=lambda p, b: (p["w"] * b["x"] * b["n"]).sum(), optimizer=spec().optimizer)
+    state = fzero.init({"w": torch.ones(3)}, one)
+    with caplog.at_level(logging.WARNING, logger="fzero"):
+        for number in range(3):
+            state = fzero.step(state, {"x": batch(0), "n": 1.0 if number < 2 else 2.0})
+    assert torch.allclose(state.params["w"].full(), torch.full((3,), 1 - 0.1 * 0.1 * 2 - 1.0 * 0.1 * 2))
+    assert caplog.text.count("a Python number that changes is a 0-d tensor") == 1
+
+
+def of_rank(step: int) -> str:
+    return "outer" if step and os.environ["RANK"] == "1" else "inner"
+
+
+def apart() -> str:
+    """What a rank is told where the ranks are in different phases."""
+    phases = Phases(of_rank, {name: optim.sgd(rate) for name, rate in RATES.items()})
+    state = trained(fzero.init({"w": torch.ones(3)}, fzero.Spec(loss=loss, optimizer=phases)), range(1))
+    try:
+        fzero.step(state, batch(1))
+    except fzero.DisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_in_different_phases_are_told() -> None:
+    for said in values(gloo(2, apart)):
+        assert "step 2" in said, said
 
 
 def test_an_evaluation_has_no_phase() -> None:

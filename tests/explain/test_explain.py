@@ -61,14 +61,18 @@ def problem(tmp_path: Path) -> str:
 
 
 def test_the_rows_of_the_fullest_op_add_up_to_the_account_by_kind(lowered: fzero.Lowered) -> None:
-    """Each kind, but for what the account adds as "other": holes of the arena."""
-    program, found = lowered.program, Counter[str]()
-    for held in at_fullest(program):
-        found[held.kind] += held.nbytes
-    at = account(program)
-    assert {kind: at[kind] for kind in SHOWN.values() if kind in at and kind != "staging"} == {
-        kind: found[kind] for kind in SHOWN.values() if kind in at and kind != "staging"
-    }
+    """Each kind, but for what the account adds as "other": holes of the arena. Also where the op needs a workspace."""
+    op = account(lowered.program).op
+    ops = list(lowered.program.ops)
+    ops[op] = ops[op].with_attrs(workspace=ops[op].workspace + 4096, heap=512)
+    for program in (lowered.program, replace(lowered.program, ops=tuple(ops))):
+        found = Counter[str]()
+        for held in at_fullest(program):
+            found[held.kind] += held.nbytes
+        at = account(program)
+        assert {kind: found[kind] for kind in at if kind != "other"} == {
+            kind: at[kind] for kind in at if kind != "other"
+        }
     assert any(held.count == 4 and held.name == "params:layers.*" for held in at_fullest(program))
 
 
@@ -139,6 +143,15 @@ def test_the_road_of_a_leaf_is_every_op_with_its_bucket(lowered: fzero.Lowered) 
 def test_a_bias_and_its_matrix_are_told_apart_in_one_bucket(lowered: fzero.Lowered) -> None:
     """An op with elements of one leaf only is of its road only."""
     ops = list(lowered.program.ops)
+    first, matrix = next(
+        (i, r)
+        for i, op in enumerate(ops)
+        for r in op.reads
+        if r.shape == (64, 64) and r.name.startswith("params:layers.1")
+    )
+    alone = {0: replace(lowered.program, ops=(*ops[:first], replace(ops[first], reads=(matrix,)), *ops[first + 1 :]))}
+    assert first in {touch.index for touch in road(alone, "layers/1/w").touches}
+    assert first not in {touch.index for touch in road(alone, "layers/1/b").touches}
     at, bias = next(
         (i, r)
         for i, op in enumerate(ops)

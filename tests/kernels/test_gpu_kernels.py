@@ -16,8 +16,9 @@ from torch import Tensor
 from fzero import optim
 from fzero._torch_compat import fused_adam_, fused_adamw_
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, flat_norms, hyper, quantize, signs
+from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper
 from fzero.kernels import round as rounding
+from fzero.kernels.codecs import CODECS, BlockCodec
 from fzero.optim import _adam8
 
 pytestmark = pytest.mark.gpu
@@ -178,36 +179,28 @@ def test_norm_and_finite_check(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("block", [16, 64, 4096])
-def test_quantise_and_back(size: int, bits: int, block: int) -> None:
-    x = values(size, odd=True)
-    num_codes, num_scales = quantize.sizes(size, bits, block)
-    codes = torch.empty(num_codes, dtype=torch.int8 if bits == 8 else torch.uint8, device="cuda")
-    scales, back = torch.empty(num_scales, device="cuda"), torch.empty(size, device="cuda")
-    quantize.quantize(codes, scales, *there(x), bits=bits, block=block)
-    wanted = quantize.quantize_reference(x, bits, block)
-    assert same(codes, wanted[0])
-    assert same(scales, wanted[1])
-    quantize.dequantize(back, codes, scales, bits=bits, block=block)
-    assert same(back, quantize.dequantize_reference(*wanted, size, bits, block))
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
+def test_codecs_have_the_bits_of_the_cpu(size: int, dtype: torch.dtype, codec: BlockCodec) -> None:
+    x = values(size, dtype, odd=True)
+    wanted = codecs.encode(x, codec)
+    got = codec_kernels.encode(codec, *there(x)).cpu()
+    finite = torch.tensor([bool(part.isfinite().all()) for part in x.split(64)])
+    rows, others = (message.view(-1, codec.block_bytes) for message in (got, wanted))
+    assert torch.equal(rows[finite], others[finite])
+    assert same(rows[:, -4:].contiguous().view(F32), others[:, -4:].contiguous().view(F32))
+    assert same(codec_kernels.decode(codec, got.cuda()), codecs.decode_blocks(got, codec))
+    assert not codecs.decode_blocks(got, codec).view(-1, 64)[~finite].isfinite().any()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("block", [64, 1024, 4096])
-def test_signs_and_back(size: int, block: int) -> None:
-    x, error = values(size), values(size, seed=1)
-    num_signs, num_scales = signs.sizes(size, block)
-    bits = torch.empty(num_signs, dtype=torch.uint8, device="cuda")
-    scales, back = torch.empty(num_scales, device="cuda"), torch.empty(size, device="cuda")
-    device, lost = there(x, error)
-    signs.pack(bits, scales, device, lost, block=block)
-    signs.unpack(back, bits, scales, block=block)
-    wanted = signs.pack_reference(x, error, block)
-    assert same(bits, wanted[0])
-    torch.testing.assert_close(scales.cpu(), wanted[1], rtol=1e-5, atol=0)
-    assert same(back, signs.unpack_reference(wanted[0], scales.cpu(), size, block))
-    assert same(lost, x + error - back.cpu()), "the errors of the scales that were written"
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("divisor", [1, 3])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
+def test_sums_of_messages_have_the_bits_of_the_cpu(codec: BlockCodec, ranks: int, divisor: int) -> None:
+    messages = torch.stack([codecs.encode(values(70_001, seed=i), codec) for i in range(ranks)])
+    room = torch.nn.functional.pad(messages, (4, 8)).cuda()
+    got = codec_kernels.decode_sum(codec, room[:, 4:-8], divisor)
+    assert same(got, codecs.decode_sum(messages, divisor, codec))
 
 
 def test_a_step_waits_for_nothing_and_fits_in_a_graph() -> None:

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero.kernels
+from fzero.ir.code_ops import OPS
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import _triton, adam8_kernel, adamw, block_sparse, cast, flat_norms, philox, quantize, signs
+from fzero.kernels import _triton, adam8_kernel, adamw, block_sparse, cast, codec_kernels, flat_norms, philox
 from fzero.kernels import round as rounding
+from fzero.kernels.codecs import CODECS, BlockCodec, message_bytes
 
 WORKERS = Path(__file__).parents[1] / "support" / "workers"
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,7 @@ def test_the_cases_of_the_benchmark_run() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "adamw fp32 28.0" in done.stdout.splitlines()
     assert "adamw bf16 at random 14.0" in done.stdout.splitlines()
+    assert "decode and add 4 of sign 4.864" in done.stdout.splitlines(), "24 blocks hold 1500 elements and 36 more"
 
 
 # ---- cubins ----------------------------------------------------------------------------------------------------------
@@ -94,6 +97,10 @@ def launches(first: int) -> Iterator[Any]:
 
     def buffer(dtype: torch.dtype = F32, num: int = size) -> Tensor:
         return torch.zeros(num + first, dtype=dtype)[first:]
+
+    def message(codec: BlockCodec, ranks: int = 1) -> Tensor:
+        num = message_bytes(size, codec) * ranks
+        return buffer(torch.uint8, num + 3 * first)[3 * first :]  # a message starts at a multiple of four bytes
 
     def scalar(dtype: torch.dtype = F64) -> Tensor:
         return torch.zeros((), dtype=dtype)
@@ -116,17 +123,11 @@ def launches(first: int) -> Iterator[Any]:
         yield partial(cast.cast, buffer(target), buffer(source))
     for dtype in (F32, BF16, F16):
         yield partial(flat_norms.sum_squares, buffer(dtype), nonfinite=flag)
-        for bits in (8, 4):
-            for block in (64, 4096):
-                num_codes, num_scales = quantize.sizes(size, bits, block)
-                codes = buffer(torch.int8 if bits == 8 else torch.uint8, num_codes), buffer(F32, num_scales)
-                yield partial(quantize.quantize, *codes, buffer(dtype), bits=bits, block=block)
-                yield partial(quantize.dequantize, buffer(dtype), *codes, bits=bits, block=block)
-        for block in (64, 1024, 4096):
-            num_signs, num_scales = signs.sizes(size, block)
-            packed = buffer(torch.uint8, num_signs), buffer(F32, num_scales)
-            yield partial(signs.pack, *packed, buffer(dtype), buffer(), block=block)
-            yield partial(signs.unpack, buffer(dtype), *packed, block=block)
+        for codec in CODECS.values():
+            yield partial(codec_kernels.encode, codec, buffer(dtype), out=message(codec))
+    for codec in CODECS.values():
+        yield partial(codec_kernels.decode, codec, message(codec))
+        yield partial(codec_kernels.decode_sum, codec, message(codec, 3).view(3, -1), 3)
     yield from sparse_launches(first)
     keys = torch.zeros(3, 2, dtype=INT64)
     for dtype, normal in ((F32, True), (F32, False), (F64, True), (BF16, False), (F16, True)):
@@ -241,6 +242,22 @@ def _kernels() -> Iterator[str]:
 @needs_triton
 @compiles
 @pytest.mark.usefixtures("_told")
+@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.acceptance)])
+def test_codes_move_four_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message starts at a multiple of four bytes, not of the sixteen that Triton asks a pointer for."""
+    codes = {"BITS": CODECS[name].bits, "MANTISSA": 0}
+    found = [one for one in recorded(monkeypatch, 1).values() if codes.items() <= one[2].items()]
+    assert len(found) == 5, "encode of three dtypes, decode, decode_sum"
+    for one in found:
+        ptx = assembled(one, 90)[0].asm["ptx"]
+        if one[1].get("x", "*fp32") == "*fp32":
+            assert ".global" in ptx
+            assert not re.search(r"(ld|st)\.global\.[^;]*b8", ptx), one[0].__name__
+
+
+@needs_triton
+@compiles
+@pytest.mark.usefixtures("_told")
 def test_a_spill_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernel in 24 registers, which are too few."""
     one = next(one for one in recorded(monkeypatch, 0).values() if one[0] is adamw._adamw_kernel)
@@ -275,18 +292,51 @@ def test_the_table_takes_what_it_can() -> None:
         assert kernel_for(fused, *lists, [[p]], [step[0]], **options, amsgrad=True) is None
 
 
+@needs_triton
+@pytest.mark.parametrize("name", CODECS)
+def test_the_table_takes_codecs_in_both_forms(name: str) -> None:
+    ops = OPS[name]
+    with FakeTensorMode():
+        x = torch.empty(130, 5, device="cuda", dtype=BF16)
+        room = {"device": "cuda", "dtype": torch.uint8}
+        rows = torch.empty_strided((4, 9 * ops.codec.block_bytes), (1024, 1), **room)
+        apart = torch.empty_strided((9 * ops.codec.block_bytes,), (2,), **room)
+        for op, args, function in (
+            (ops.encode, (x,), codec_kernels.encode),
+            (ops.decode, (rows.select(0, 1),), codec_kernels.decode),
+            (ops.decode_sum, (rows, 4), codec_kernels.decode_sum),
+        ):
+            for form in (op, op.overloadpacket.out):
+                kernel: Any = kernel_for(form, *args)
+                assert (kernel.func, kernel.args) == (function, (ops.codec,))
+                assert kernel_for(form, args[0].cpu(), *args[1:]) is None
+        assert kernel_for(ops.encode, x.t()) is None
+        assert kernel_for(ops.encode, x.double()) is None
+        assert kernel_for(ops.decode, apart) is None
+
+
 F, U8, I8 = torch.zeros(128), torch.zeros(128, dtype=torch.uint8), torch.zeros(128, dtype=torch.int8)
 ONE = torch.tensor(1)
+INT8, SIGN = CODECS["int8"], CODECS["sign"]
 ERRORS = [
     (lambda: cast.cast(F, F.double()), TypeError, "cast: x is torch.float64, needed torch.float32 or"),
     (lambda: cast.cast(F, torch.ones(3)), ValueError, "cast: out has 128 elements, needed 3"),
     (lambda: cast.cast(F, torch.ones(64, 2).t()), ValueError, r"cast: x has strides \(1, 2\), but it must be contig"),
-    (lambda: quantize.quantize(I8, F[:2], F, bits=3), ValueError, "quantize: bits is 3, but it must be 8 or 4"),
-    (lambda: quantize.quantize(I8, F[:2], F, block=48), ValueError, "block is 48, .* power of two from 16 to 4096"),
-    (lambda: quantize.quantize(I8, F[:3], F), ValueError, "quantize: scales has 3 elements, needed 2"),
-    (lambda: quantize.dequantize(F, I8, F[:2], bits=4), TypeError, "codes is torch.int8, needed torch.uint8"),
-    (lambda: signs.pack(U8[:16], F[:1], F, F.bfloat16()), TypeError, "error is torch.bfloat16, needed torch.float32"),
-    (lambda: signs.unpack(F, U8[:15], F[:1]), ValueError, "unpack: signs has 15 elements, needed 16"),
+    (lambda: codec_kernels.encode(INT8, F.double()), TypeError, "encode: x is torch.float64, needed torch.float32 or"),
+    (lambda: codec_kernels.encode(INT8, F, out=U8), ValueError, "encode: out has 128 elements, needed 136"),
+    (lambda: codec_kernels.encode(SIGN, F[:64], out=U8[1:13]), ValueError, "out starts at byte .* be multiples of 4"),
+    (
+        lambda: codec_kernels.decode(INT8, U8),
+        ValueError,
+        "1 of 128 bytes, .* whole blocks: of int8 a block is 68 bytes",
+    ),
+    (lambda: codec_kernels.decode(SIGN, I8[:120]), TypeError, "decode: messages is torch.int8, needed torch.uint8"),
+    (lambda: codec_kernels.decode_sum(SIGN, U8[:0].view(0, 12), 1), ValueError, "are 0 of 12 bytes, .* at least one"),
+    (
+        lambda: codec_kernels.decode_sum(SIGN, U8[:26].view(2, 13)[:, :12], 1),
+        ValueError,
+        "its rows are 13 bytes apart, but both must be multiples of 4, for the scales are float32",
+    ),
     (lambda: adamw.adamw_(F, F, F, F[:5], ONE, ONE, *STEP), ValueError, "adamw: nu has 5 elements, needed 128"),
     (lambda: adamw.adamw_(F, F, F, F, F, ONE, *STEP), ValueError, r"count has shape \(128,\), but it must be 0-d"),
     (

@@ -16,9 +16,10 @@ from torch import Tensor
 
 import fzero
 from fzero import P, Precision, interop, optim, tree
-from fzero.errors import SpecError
+from fzero.errors import CaptureError, SpecError
 from fzero.ir.program import wire_bytes
 from fzero.kernels.codecs import CODECS, decode, decode_sum, encode
+from fzero.kernels.codecs import EXACT as EXACT_CODING
 
 GRIDS: dict[str, dict[str, int]] = {
     "1": {"dp": 1}, "2": {"dp": 2}, "3": {"dp": 3}, "4": {"dp": 4}, "2x2": {"dp_out": 2, "dp": 2},
@@ -162,6 +163,16 @@ def test_parts_of_leaves_are_coded_as_they_lie() -> None:
         assert (leaf - params_of(alone)[path]).abs().max() <= 0.1 * moved + 1e-6, path
 
 
+def test_leaves_that_are_not_trained_and_leaves_that_are_kept() -> None:
+    policy = Precision(gather="int8", reduce="int8", compute="bf16", keep={"layers/1/**": "fp32"})
+    assert policy.coding("layers/1/w", torch.zeros(2, 2)) == EXACT_CODING
+    assert policy.coding("layers/0/w", torch.zeros(2, 2)).gather == "int8"
+    given = {"precision": Precision(gather="int8", reduce="int8"), "trainable": ("layers/**", "z")}
+    first = trained(GRIDS["2"], zero=0, **given)
+    for zero in (1, 3):
+        assert same(trained(GRIDS["2"], zero=zero, **given), first), zero
+
+
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +184,11 @@ def processes(transfers: str, zero: int) -> dict[str, Tensor]:
     )  # fmt: skip
     state = fzero.init(start(), spec)
     for step in range(2):
+        before = sum(state.sent_bytes.values())
         state = fzero.step(state, rows(state.runtime.rank, step))
+        sent = sum(state.sent_bytes.values()) - before
+        said = sum(wire_bytes(state.program, op) for op in state.program.ops)
+        assert abs(sent - said) <= 0.02 * said, (sent, said)
     paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
     return {path: leaf for path, leaf in zip(paths, leaves, strict=True) if path.startswith("params/")}
 
@@ -243,8 +258,16 @@ def test_a_lost_element_is_seen_on_all_ranks_and_skipped(lost: float, zero: int)
 
 
 def lower(params: Any = None, **given: Any) -> fzero.Lowered:
-    spec = fzero.Spec(loss=cases.layers_loss, optimizer=optim.sgd(0.1), **given)
+    spec = fzero.Spec(**{"loss": cases.layers_loss, "optimizer": optim.sgd(0.1), **given})
     return fzero.lower(spec, params or start(), rows(0), world_size=4)
+
+
+def own_step(state: Any, batch: Tensor, reduce: bool = True) -> Any:
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return (batch @ params["w"]).mean()
+
+    value, grads = fzero.value_and_grad(loss, precision=Precision(reduce="int8"), reduce=reduce)(state, batch)
+    return tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
 
 
 def test_what_codecs_refuse() -> None:
@@ -259,6 +282,17 @@ def test_what_codecs_refuse() -> None:
     wide = tree.map(lambda x: x.double() if x.shape == (36, 36) else x, start())
     with pytest.raises(SpecError, match=r"layers/0/w is float64, and codecs scale in float32.*exact=\('layers/0/w',\)"):
         lower(wide, precision=Precision(reduce="int8"))
+    with pytest.raises(
+        CaptureError, match=r"the codec of gradients lies in the layout of the state.*Spec\(precision=...\)"
+    ):
+        fzero.lower(fzero.Spec(step=own_step), {"w": torch.ones(8, 8)}, rows(0), world_size=2)
+    with pytest.raises(
+        SpecError, match=r"reduce='int8'\): the optimizer takes each rank's own gradients .*Take reduce= out"
+    ):
+        lower(precision=Precision(reduce="int8"), optimizer=optim.onebit_adam(1e-3, 10))
+    local = fzero.Spec(step=lambda s, b: own_step(s, b, reduce=False), precision=Precision(reduce="int8"))
+    with pytest.raises(CaptureError, match=r"stay on their rank.*fzero.coded_mean\(grads, codec='int8'\)"):
+        fzero.lower(local, {"w": torch.ones(8, 8)}, rows(0), world_size=2)
     with pytest.raises(SpecError, match=r"summed over dp_out, along which no rank owns a slice.*zero=1, 2 or 3"):
         lower(precision=Precision(reduce="int8"), mesh={"dp_out": 2, "dp": 2}, zero="hsdp")
 

@@ -60,8 +60,9 @@ from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.op import Op
 from fzero.ir.records import Ref
-from fzero.kernels import adam8_kernel, adamw, cast, flat_norms, hyper, quantize, signs
+from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper
 from fzero.kernels import round as rounding
+from fzero.kernels.codecs import CODECS
 from fzero.optim import _adam8
 from fzero.random import _draw_ops
 from fzero.runtime import compile_segments, cuda_graphs, stream_lanes
@@ -378,22 +379,16 @@ def random_numbers() -> None:
 def kernels_have_their_references_numbers() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     there, none = x.to(HERE), torch.empty(0, device=HERE)
-    for bits in (8, 4):
-        num_codes, num_scales = quantize.sizes(1000, bits, 64)
-        codes = torch.empty(num_codes, dtype=torch.int8 if bits == 8 else torch.uint8, device=HERE)
-        scales, back = torch.empty(num_scales, device=HERE), torch.empty(1000, device=HERE)
-        quantize.quantize(codes, scales, there, bits=bits, block=64)
-        quantize.dequantize(back, codes, scales, bits=bits, block=64)
-        wanted = quantize.quantize_reference(x, bits, 64)
-        assert torch.equal(back.cpu(), quantize.dequantize_reference(*wanted, 1000, bits, 64))
-        quantize.quantize(codes[:0], scales[:0], none, bits=bits, block=64)
-    with fails(ValueError, "must be 8 or 4"):
-        quantize.quantize(codes, scales, there, bits=3, block=64)
-    num_signs, num_scales = signs.sizes(1000, 64)
-    packed, scales = torch.empty(num_signs, dtype=torch.uint8, device=HERE), torch.empty(num_scales, device=HERE)
-    signs.pack(packed, scales, there, torch.zeros(1000, device=HERE), block=64)
-    signs.unpack(back, packed, scales, block=64)
-    assert torch.equal(back.cpu() > 0, x > 0)
+    for codec in CODECS.values():
+        wanted = codecs.encode(x, codec)
+        message = codec_kernels.encode(codec, there)
+        assert torch.equal(message.cpu(), wanted)
+        assert torch.equal(codec_kernels.decode(codec, message).cpu(), codecs.decode_blocks(wanted, codec))
+        assert codec_kernels.decode(codec, codec_kernels.encode(codec, none)).numel() == 0
+    with fails(ValueError, "must be multiples of 4"):
+        codec_kernels.encode(codec, there[:64], out=message[1:13])
+    with fails(ValueError, "a block is 12 bytes"):
+        codec_kernels.decode(codec, message[1:])
     seed, flag = torch.tensor(-5), torch.tensor(False, device=HERE)
     assert torch.equal(rounding.stochastic_round(there, seed.to(HERE)).cpu(), optim.stochastic_round(x, seed))
     out = torch.empty(1000, dtype=F16, device=HERE)
@@ -533,6 +528,35 @@ def stage_3() -> None:
 @scenario(2)
 def stage_3_op_by_op() -> None:
     near(trained(optimizer=optim.sgd(0.1), cuda_graph=False), alone())
+
+
+def coded(x: torch.Tensor, name: str) -> torch.Tensor:
+    return codecs.decode(codecs.encode(x.reshape(-1), CODECS[name]), x.numel(), CODECS[name]).view(x.shape)
+
+
+def coded_by_hand(steps: int = 3) -> tuple[list[float], list[torch.Tensor]]:
+    """The training of `coded_messages` by plain autograd and the codecs on the CPU: matrices alone are coded."""
+    held, losses = init(fzero.random.key(0)), []
+    for step in range(steps):
+        used = fzero.tree.map(lambda x: coded(x, "int8") if x.ndim > 1 else x, held)
+        rows = data(step)["x"].split(2)
+        values, grads = zip(*(fzero.value_and_grad(loss)(used, {"x": part}) for part in rows), strict=True)
+        grads = [fzero.tree.map(lambda g: coded(g, "int4") if g.ndim > 1 else g, grad) for grad in grads]
+        held = fzero.tree.map(lambda p, g, h: p - 0.1 * ((g + h) / WORLD), held, *grads)
+        losses.append(float(sum(values)) / WORLD)
+    return losses, fzero.tree.flatten(held)[1]
+
+
+@scenario(2)
+def coded_messages() -> None:
+    """Parameters gathered and gradients reduced as messages, which the kernels encode, decode and add."""
+    for zero in (1, 3):
+        with mock.patch.object(codecs, "_parts", side_effect=AssertionError("aten codes what a kernel could")):
+            found = trained(
+                zero=zero, optimizer=optim.sgd(0.1), precision=fzero.Precision(gather="int8", reduce="int4")
+            )
+        assert bound_of(found[2]).recording is not None
+        near(found, coded_by_hand(), *(() if STANDIN else (3e-2, 3e-2)))
 
 
 @scenario(2)
