@@ -86,7 +86,7 @@ def _fits_sparse(*args: Any, **outs: Any) -> bool:
     q, k, v, columns, documents, block = args[-9:-3]
     given = [x for x in (q, k, v, columns, documents) if x is not None]
     there = all(backend.of(x.device).has_kernels for x in given) and all(x.stride(3) == 1 for x in (q, k, v))
-    room = 2048 if q.dtype == torch.float32 else 8192  # numbers of the smallest tile, of 16 tokens
+    room = 2048 if q.dtype == torch.float32 else 4096  # numbers of the smallest tile, of 16 tokens
     return there and q.dtype in FLOATS and block % 16 == 0 and 16 * max(q.shape[3], v.shape[3]) <= room
 
 

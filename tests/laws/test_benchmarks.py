@@ -23,6 +23,7 @@ from benchmarks import (
     lower_large,
     pipelining,
     run,
+    sparse,
     summary,
     tensor,
     tensor_models,
@@ -467,3 +468,14 @@ def test_disks_are_compared_with_the_best_of_the_others() -> None:
     memory.zero_()
     lane(disk.ranges_of("read", size))
     assert torch.equal(memory, expected)
+
+
+def test_a_pattern_of_attention_looks_at_a_tenth_of_the_pairs() -> None:
+    """And the contenders compute the same."""
+    for pattern in ("causal", "window"):
+        for tokens in (512, 2048):
+            share = float(sparse.layout(pattern, tokens).tokens().float().mean())
+            assert 0.05 <= share <= 0.1, (pattern, tokens, share)
+    q, k, v = torch.randn(3, 1, sparse.HEADS, 512, 8).unbind(0)
+    calls = sparse.contenders("causal", sparse.layout("causal", 512))
+    torch.testing.assert_close(calls["sparse"](q, k, v), calls["masked"](q, k, v), rtol=1e-4, atol=1e-5)

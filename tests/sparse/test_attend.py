@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers import Run, differing, run
 from torch import Tensor
 
 import fzero
+import gpt as byte_gpt
 from fzero import P, groups, optim, sparse
 from fzero.cost.allocator import measured_peak
 from fzero.errors import SpecError
@@ -184,6 +186,29 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1))
     with pytest.raises(SpecError, match="a gradient of its gradient is asked for"):
         fzero.lower(spec, {"w": torch.ones(2)}, torch.ones(1, 1, 8, 2))
+
+
+@pytest.mark.acceptance
+def test_a_model_of_8192_tokens_follows_the_masked_one() -> None:
+    """Two layers, twenty steps, on one core."""
+    tokens = 8192
+    layout = sparse.sliding_window(tokens, window=256, causal=True)
+    mask = layout.tokens()[0]
+    params = byte_gpt.init_gpt(fzero.random.key(0), byte_gpt.sizes(tokens)["tiny"])
+    losses = []
+    for attend in (
+        lambda q, k, v: sparse.attention(q, k, v, layout),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask),
+    ):
+        loss = functools.partial(byte_gpt.loss_fn, attend=attend)
+        state = fzero.init(params, fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3)))
+        own = []
+        for number in range(20):
+            state = fzero.step(state, cases.tokens(1, tokens, 64, number))
+            own.append(float(state.metrics["loss"]))
+        losses.append(own)
+    assert losses[0][-1] < losses[0][0] - 0.3
+    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) <= 1e-4
 
 
 def mutated(args: tuple[Any, ...], at: int) -> list[tuple[Any, ...]]:

@@ -39,9 +39,9 @@ def test_numbers_are_those_of_masked_sdpa(seed: int, rows: int) -> None:
     assert far(interpreted(call), masked(call, torch.float64)) <= 1e-5
 
 
-@pytest.mark.parametrize("bounds", [(-1, -1), (0, 0), (15, 0), (16, 0), (17, 0), (33, 3), (16, 16), (-1, 0), (5, -1)])
+@pytest.mark.parametrize("bounds", [(-1, -1), (0, 0), (16, 0), (17, 3), (5, -1)])
 def test_edges_of_windows(bounds: tuple[int, int]) -> None:
-    call = drawn(3, block=16, rows=4, batch=1, groups=1, repeat=1, table="none", bounds=bounds, documents=False)
+    call = drawn(3, block=16, rows=3, batch=1, groups=1, repeat=1, table="none", bounds=bounds, documents=False)
     assert far(interpreted(call), masked(call, torch.float64)) <= 1e-5
 
 
