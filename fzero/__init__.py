@@ -14,6 +14,7 @@ from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
+from fzero.compile.simulation import Simulation, simulation
 from fzero.error_feedback import CodedError, coded_error, coded_mean
 from fzero.errors import (
     CaptureError,
@@ -88,6 +89,7 @@ __all__ = [
     "Program",
     "Schedule",
     "ShardedTensor",
+    "Simulation",
     "Spec",
     "SpecError",
     "State",
@@ -121,6 +123,7 @@ __all__ = [
     "save",
     "scan",
     "simulate",
+    "simulation",
     "sparse",
     "static",
     "step",

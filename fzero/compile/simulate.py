@@ -36,18 +36,21 @@ def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTi
     """
     if not 0 <= rank < lowered.plan.mesh.world_size:
         raise SpecError(f"simulate: rank {rank} of a world of {lowered.plan.mesh.world_size}")
-    return roles_time(lowered.programs, priced(lowered, rates))[lowered.plan.mesh.role(rank)]
+    rates = checked_rates(lowered, rates)
+    return roles_time(lowered.programs, rates)[lowered.plan.mesh.role(rank)]
 
 
-def priced(lowered: Lowered, rates: Rates | Hardware) -> Rates:
-    """The rates of a step's mesh. Raises SpecError where a lane of the disk has none, or a kind of transfer."""
+def checked_rates(lowered: Lowered, rates: Rates | Hardware) -> Rates:
+    """The rates for a step. Raises SpecError for a lane of a disk, or a kind of transfer, that has none."""
     rates = rates.rates(lowered.plan.mesh) if isinstance(rates, Hardware) else rates
-    moved = {name: size for program in lowered.programs.values() for name, size in lane_bytes(program).items()}
-    if unknown := [name for name in moved if DISK in name and name not in rates.lanes]:
+    moved = [name for program in lowered.programs.values() for name in lane_bytes(program).items()]
+    for name, nbytes in moved:
+        if DISK not in name or name in rates.lanes:
+            continue
         raise SpecError(
-            f"simulate: the step moves {moved[unknown[0]]:,} bytes on {unknown[0]}, a lane without a rate. Needed in "
+            f"simulate: the step moves {nbytes:,} bytes on {name}, a lane without a rate. Needed in "
             f"rates.lanes (bytes a second), as `fzero doctor` measures it: dataclasses.replace(rates, "
-            f"lanes={{**rates.lanes, {unknown[0]!r}: 2e9}})"
+            f"lanes={{**rates.lanes, {name!r}: 2e9}})"
         )
     ops = [op for role in lowered.programs.values() for op in role.ops]
     wanted = {(op.row.rate or SEND, str(op.axis)) for op in ops if op.is_collective or op.is_message}

@@ -27,6 +27,7 @@ from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST
 
 WIRE, UPDATES = "wire", "host"
+OVER = -1  # the place of work that is no longer in its queue
 Way = tuple[str, int, int]  # of messages, which arrive in the order in which they are sent: axis, sender, receiver
 
 
@@ -44,8 +45,8 @@ class Does(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What an op does, as a clock sees it. seconds: of the work. place: of what is waited for, in its lane's queue;
-    of messages it may be counted from the last, -1. way: of a message. written: bytes that go to disk."""
+    """What an op does, as a clock sees it. seconds: of the work. place: of what is waited for, in its lane's queue,
+    or `OVER`; of messages it may be counted from the last, -1. way: of a message. written: bytes that go to disk."""
 
     does: Does
     lane: str = ""
@@ -87,13 +88,14 @@ def op_seconds(program: Program, op: Op, rates: Rates) -> tuple[str, float]:
 @dataclass
 class _Prices:
     """The queues of the lanes on the way through a program. queues: by lane, in order, the buffer that each piece of
-    work fills. messages: by lane, the numbers of those in flight. arrivals: by buffer, its messages in flight. Only the
-    methods here write the fields."""
+    work fills. lanes: by buffer, where the last work that fills it was put. messages: by lane, the numbers of those in
+    flight. arrivals: by buffer, its messages in flight. Only the methods here write the fields."""
 
     program: Program
     rates: Rates
     by_segment: dict[str, float] = field(default_factory=dict)
     queues: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    lanes: dict[str, str] = field(default_factory=dict)
     messages: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     arrivals: dict[str, list[tuple[str, int]]] = field(default_factory=lambda: defaultdict(list))
     sent: int = 0
@@ -135,6 +137,7 @@ class _Prices:
         return Event(Does.SEND if op.is_send else Does.RECEIVE, way, taken, way=key)
 
     def _start(self, way: str, target: str, taken: float, written: int = 0) -> Event:
+        self.lanes[target] = way
         self.queues[way].append(target)
         return Event(Does.START, way, taken, written=written)
 
@@ -143,7 +146,7 @@ class _Prices:
         return Event(Does.PASS, way, place=place)
 
     def _wait(self, target: str) -> Iterator[Event]:
-        """Waits for the first transfer in flight into a buffer."""
+        """Waits for the first transfer in flight into a buffer. It may be over: then nothing is passed."""
         if pending := self.arrivals.get(target):
             way, number = pending.pop(0)
             place, count = self.messages[way].index(number), len(self.messages[way])
@@ -155,6 +158,8 @@ class _Prices:
             if way != UPDATES and target in queue:
                 yield self._pass(way, queue.index(target))
                 return
+        if target in self.lanes:
+            yield Event(Does.PASS, self.lanes[target], place=OVER)
 
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:

@@ -18,10 +18,11 @@ Left out are ranks that come late, caches, and that reads and writes share a dis
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from fzero.cost.op_price import UPDATES, WIRE, Does, Event, Way, priced
+from fzero.cost.op_price import OVER, UPDATES, WIRE, Does, Event, Way, priced
 from fzero.cost.rates import Rates
 from fzero.errors import FzeroError
 from fzero.ir.program import Program, op_text
@@ -37,6 +38,25 @@ class Arrival:
     way: Way
     number: int
     at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWork:
+    """What an op, by its number, does on a lane ("": on the rank itself), from `start` to `stop`, in seconds."""
+
+    op: int
+    lane: str
+    start: float
+    stop: float
+
+
+@dataclass(slots=True)
+class QueuedWork:
+    """A piece of work in a lane's queue: the seconds that are left, its op, when it began (None: not yet)."""
+
+    left: float
+    op: int
+    begun: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,27 +118,41 @@ def roles_time(programs: Mapping[int, Program], rates: Rates) -> dict[int, StepT
     """
     steps = {role: priced(program, rates) for role, program in programs.items()}
     found, left = times_of(steps, rates)
-    if left:
-        stuck = "; ".join(f"role {role} at {op_text(programs[role].ops[index])}" for role, index in left.items())
-        raise FzeroError(f"the roles wait for one another: {stuck}")
+    _check_done(programs, left)
     return found
 
 
-def times_of(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, StepTime], dict[int, int]]:
-    """(the time of each role, by the events of each; of the roles that wait for ever, the op at which they do)."""
-    clocks, left = _together(steps, rates)
-    return ({} if left else {role: clock.done() for role, clock in clocks.items()}), left
+def roles_spans(
+    programs: Mapping[int, Program], rates: Rates
+) -> dict[int, tuple[StepTime, list[LaneWork], list[float]]]:
+    """By role, the time of each, all that its lanes do, and when the rank is past each op. Raises as `roles_time`."""
+    clocks, left = _played({role: priced(program, rates) for role, program in programs.items()}, rates)
+    _check_done(programs, left)
+    return {role: (clock.done(), clock.spans, clock.past) for role, clock in clocks.items()}
 
 
 def op_spans(programs: Mapping[int, Program], rates: Rates) -> dict[int, list[tuple[float, float]]]:
     """By role, of each op when the rank comes to it and when it goes on, in seconds from the start of the step. Of a
     wait the difference is the time for which the rank stands still: the transfer is exposed for so long."""
-    clocks, _ = _together({role: priced(program, rates) for role, program in programs.items()}, rates)
-    return {role: clock.spans for role, clock in clocks.items()}
+    return {role: list(pairwise([0.0, *past])) for role, (_, _, past) in roles_spans(programs, rates).items()}
 
 
-def _together(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, _Clock], dict[int, int]]:
-    """(the clocks of all roles at the end of the step; of the roles that wait for ever, the op at which they do)."""
+def _check_done(programs: Mapping[int, Program], left: Mapping[int, int]) -> None:
+    if left:
+        stuck = "; ".join(f"role {role} at {op_text(programs[role].ops[index])}" for role, index in left.items())
+        raise FzeroError(f"the roles wait for one another: {stuck}")
+
+
+def times_of(
+    steps: Mapping[int, Sequence[tuple[Event, ...]]], rates: Rates
+) -> tuple[dict[int, StepTime], dict[int, int]]:
+    """(the time of each role, by the events of each; of the roles that wait for ever, the op at which they do)."""
+    clocks, left = _played(steps, rates)
+    return ({} if left else {role: clock.done() for role, clock in clocks.items()}), left
+
+
+def _played(steps: Mapping[int, Sequence[tuple[Event, ...]]], rates: Rates) -> tuple[dict[int, _Clock], dict[int, int]]:
+    """(the clock of each role past its events, what `times_of` says of those that wait for ever)."""
     mail: Mail = defaultdict(list)
     clocks = {role: _Clock(rates, mail) for role in steps}
     left = {role: deque(events) for role, events in steps.items()}
@@ -134,18 +168,19 @@ def _together(steps: Mapping[int, list[tuple[Event, ...]]], rates: Rates) -> tup
 
 @dataclass
 class _Clock:
-    """The clock of a rank on its way through the events of a program. queues: by lane, the seconds left of each piece
-    of work, in order. spans: of each op, when it began and ended. mail: when each message of all roles arrives, by its
-    way; None: those of others are never late. ends: by lane of messages, when its last one is through. arrivals: by
-    lane, its messages in flight. Only the methods here write the fields."""
+    """The clock of a rank on its way through the events of a program. queues: by lane, what is left of each piece of
+    work, in order. spans: all that was done. past: when each op was passed. mail: when each message of all roles
+    arrives, by its way; None: those of others are never late. ends: by lane of messages, when its last one is through.
+    arrivals: by lane, its messages in flight. Only the methods here write the fields."""
 
     rates: Rates
     mail: Mail | None = None
     clock: float = 0.0
     compute: float = 0.0
     written: int = 0
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    queues: dict[str, list[float]] = field(default_factory=dict)
+    queues: dict[str, list[QueuedWork]] = field(default_factory=dict)
+    spans: list[LaneWork] = field(default_factory=list)
+    past: list[float] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
     waited: dict[str, float] = field(default_factory=dict)
     ends: dict[str, float] = field(default_factory=dict)
@@ -154,24 +189,27 @@ class _Clock:
 
     def take(self, events: tuple[Event, ...]) -> None:
         """Goes past the events of an op."""
-        began = self.clock
         for event in events:
             match event.does:
                 case Does.COMPUTE:
                     self._compute(event.seconds)
                 case Does.STAND:
+                    self._does("", self.clock, self.clock + event.seconds)
                     self.clock += event.seconds
                 case Does.START:
-                    self.queues.setdefault(event.lane, []).append(event.seconds)
+                    self.queues.setdefault(event.lane, []).append(QueuedWork(event.seconds, len(self.past)))
                     self.busy[event.lane] = self.busy.get(event.lane, 0.0) + event.seconds
                     self.written += event.written
-                case Does.PASS:
+                case Does.PASS if event.place != OVER:
                     self._pass(event.lane, event.place)
                 case Does.SEND | Does.RECEIVE:
                     self._message(event)
                 case Does.ARRIVE:
                     self._arrive(event)
-        self.spans.append((began, self.clock))
+        self.past.append(self.clock)
+
+    def _does(self, lane: str, start: float, stop: float, op: int | None = None) -> None:
+        self.spans.append(LaneWork(len(self.past) if op is None else op, lane, start, stop))
 
     def ready(self, events: tuple[Event, ...]) -> bool:
         """Whether an op can be taken: a wait for a message only once its sender has sent it."""
@@ -185,10 +223,11 @@ class _Clock:
         return StepTime(self.clock, self.compute, self.busy, self.waited, self.written)
 
     def _compute(self, taken: float) -> None:
+        self._does("", self.clock, self.clock + taken)
+        for lane in self.queues:
+            self._advance(lane, taken, self.rates.hidden if lane.startswith(WIRE) else self.rates.lane_hidden)
         self.clock += taken
         self.compute += taken
-        for lane, queue in self.queues.items():
-            _advance(queue, (self.rates.hidden if lane.startswith(WIRE) else self.rates.lane_hidden) * taken)
 
     def _message(self, event: Event) -> None:
         """Starts a message, behind those before it on its way."""
@@ -198,6 +237,7 @@ class _Clock:
         at: float | None = None
         if sends or self.mail is None:
             at = self.ends[lane] = max(self.clock, self.ends.get(lane, 0.0)) + event.seconds
+            self._does(lane, at - event.seconds, at)
         if sends and self.mail is not None:
             self.mail[event.way].append(self.ends[lane])
         self.arrivals[lane].append(Arrival(event.way, self.received[event.way], at))
@@ -217,23 +257,34 @@ class _Clock:
     def _pass(self, lane: str, place: int) -> None:
         """Goes past a piece of work, and those before it in its queue."""
         queue = self.queues[lane]
-        taken = sum(queue[: place + 1])
+        over, taken = queue[: place + 1], 0.0
         del queue[: place + 1]
+        for work in over:
+            if work.left:
+                begun = self.clock + taken if work.begun is None else work.begun
+                self._does(lane, begun, self.clock + taken + work.left, work.op)
+            taken += work.left
         self._stand(lane, taken)
 
     def _stand(self, lane: str, taken: float) -> None:
         """Stands still for a lane, while the others go on."""
-        for name, queue in self.queues.items():
+        for name in self.queues:
             if name != lane:
-                _advance(queue, taken)
+                self._advance(name, taken, 1.0)
         self.clock += taken
         self.waited[lane] = self.waited.get(lane, 0.0) + taken
 
-
-def _advance(queue: list[float], budget: float) -> None:
-    """Takes `budget` seconds off the work, the first pieces first. In place."""
-    for place, left in enumerate(queue):
-        if budget <= 0:
-            return
-        queue[place] = max(left - budget, 0.0)
-        budget -= left
+    def _advance(self, lane: str, taken: float, speed: float) -> None:
+        """Takes the seconds from now on, at a speed, off the work of a lane, the first pieces first."""
+        budget = speed * taken
+        for work in self.queues[lane]:
+            if budget <= 0:
+                return
+            if work.left:
+                now = self.clock + taken - budget / speed
+                begun = work.begun = now if work.begun is None else work.begun
+                if work.left <= budget:
+                    self._does(lane, begun, now + work.left / speed, work.op)
+            left = work.left
+            work.left = max(left - budget, 0.0)
+            budget -= left

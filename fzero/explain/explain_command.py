@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fzero.compile.simulate import priced
+from fzero.compile.simulate import checked_rates
 from fzero.cost.memory import account
 from fzero.cost.step_time import op_spans
 from fzero.errors import SpecError
@@ -61,7 +61,7 @@ def spans_of(subject: Subject, hardware: str | None) -> dict[int, Spans]:
             f"{subject.name}: the text of a program holds no segments, so their seconds are not known. Leave out "
             "--hardware, or explain FILE.py:FUNCTION"
         )
-    return op_spans(subject.programs, priced(subject.lowered, load(hardware)))
+    return op_spans(subject.programs, checked_rates(subject.lowered, load(hardware)))
 
 
 def role_of(subject: Subject, role: int | None) -> int:

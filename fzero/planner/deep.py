@@ -29,14 +29,19 @@ from fzero.spec import Spec
 DEEP = 10  # layers on a role, from which on it is quicker to lower a few shallow programs
 
 
+def is_deep(problem: Problem) -> bool:
+    """Whether it saves time to lower shallow programs first."""
+    return problem.equal is not None and problem.equal.depth >= DEEP
+
+
 def takes(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders) -> Foretold:
-    """What the programs of a spec take. Raises FzeroError as `lowered_of`."""
-    if (found := probed(problem, spec, mesh, deciders)) is not None:
+    """What the programs of a spec take, roughly: shallow ones are not checked. Raises FzeroError as `lowered_of`."""
+    if (found := probed(problem, spec, mesh, deciders, checks=False)) is not None:
         return found
     return of_programs(lowered_of(problem, spec, mesh, deciders).programs, problem.machine.rates(mesh))
 
 
-def probed(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders) -> Foretold | None:
+def probed(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders, *, checks: bool = True) -> Foretold | None:
     """The same by shallow programs alone; None where these do not say it."""
     layers, own = problem.equal, problem.rows // mesh.data_ranks // spec.microbatches
     if layers is None or problem.rows % (mesh.data_ranks * spec.microbatches):
@@ -57,7 +62,7 @@ def probed(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders) -> Fore
         depths = _depths(problem, spec, mesh, deciders, layers)
         if not depths or min(depths) < DEEP:
             return None
-        return foretold(programs, depths, spec.microbatches, problem.machine.rates(mesh))
+        return foretold(programs, depths, spec.microbatches, problem.machine.rates(mesh), checks=checks)
     except FzeroError:  # as of a rule that names a layer: then the whole program says what is wrong, if anything is
         return None
 

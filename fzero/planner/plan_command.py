@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fzero.compile.simulation import simulation
 from fzero.errors import SpecError
 from fzero.hardware import presets
 from fzero.planner.choose import plan
@@ -19,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, help="of the world")
     parser.add_argument("--hardware", required=True, help=f"a TOML file, or one of {', '.join(presets())}")
     parser.add_argument("--memory", type=int, help="bytes that a rank may use of its device")
+    parser.add_argument("--picture", help="a file, .svg: who does what when in the plan's step, and its memory")
+    parser.add_argument("--trace", help="a file, .json: the same as a trace, which ui.perfetto.dev opens")
     parser.add_argument("--python", action="store_true", help="print the answer alone, as Python")
 
 
@@ -27,6 +30,11 @@ def command(arguments: argparse.Namespace) -> int:
     spec, params, batch = problem(arguments.problem)
     found = plan(spec, params, batch, world_size=arguments.ranks, hardware=arguments.hardware, memory=arguments.memory)
     print(found.python() if arguments.python else found)
+    if arguments.picture or arguments.trace:
+        step = simulation(found.lowered, found.machine)
+        for path, text in ((arguments.picture, step.svg), (arguments.trace, step.json)):
+            if path:
+                Path(path).write_text(text(), encoding="utf-8")
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from fzero.cost.memory import account
 from fzero.cost.op_price import Event, priced
@@ -21,7 +22,8 @@ from fzero.ir.program import Program, moved_bytes, wire_bytes
 from fzero.ir.records import DEVICE, HOST, PERSISTENT, Buffer
 from fzero.planner.grow import Token, checked, growth
 
-START = 2  # layers of the shallowest probe, and microbatches where there is no pipeline
+STARTS = (2, 4)  # layers on a role of the shallowest probe; more where more are gathered ahead than the first has
+FEW = 2  # microbatches of the probe that has the fewest, beyond one for each role of a pipeline
 HELD, HELD_KINDS = "held between steps", ("param", "optimizer")
 Lists = Mapping[int, Sequence[Token]]
 
@@ -86,48 +88,52 @@ def of_programs(programs: Mapping[int, Program], rates: Rates) -> Foretold:
 
 
 def foretold(
-    lower: Callable[[int, int], Mapping[int, Program]], depths: Sequence[int], microbatches: int, rates: Rates
+    lower: Callable[[int, int], Mapping[int, Program]],
+    depths: Sequence[int],
+    microbatches: int,
+    rates: Rates,
+    *,
+    checks: bool = True,
 ) -> Foretold | None:
     """A step of so many layers on each role, and so many microbatches; None where programs do not grow regularly, or
     are not deep enough for this to save anything.
 
-    lower: the programs by role, of a number of layers on each role, and of microbatches. Raises FzeroError as `lower`.
+    lower: the programs by role, of a number of layers on each role, and of microbatches. checks: whether a further
+    program must confirm what is foretold. Raises FzeroError as `lower`.
     """
-    if min(depths) < START + 2:
-        return None
     over: dict[int, float] = {}
 
+    @cache
     def tokens(layers: int, parts: int) -> Lists:
         found = of_programs(lower(layers, parts), rates)
         over.update(found.over)
         return found.tokens
 
-    least = START if len(depths) == 1 else len(depths) + START
+    least = FEW if len(depths) == 1 else len(depths) + FEW
 
-    def all_microbatches(layers: int) -> Lists | None:
+    def all_microbatches(layers: int, checks: bool) -> Lists | None:
         if microbatches <= least + 2:
             return tokens(layers, microbatches)
-        probes = [tokens(layers, least + more) for more in range(3 if layers == START else 2)]
-        return _grown(probes, dict.fromkeys(probes[0], microbatches - least))
+        return _grown([tokens(layers, least + more) for more in range(2 + checks)], microbatches - least)
 
-    probes = []
-    for layers in (START, START + 1, START + 2):
-        if (found := all_microbatches(layers)) is None:
-            return None
-        probes.append(found)
-    lists = _grown(probes, {role: depth - START for role, depth in enumerate(depths)})
-    return None if lists is None else Foretold(lists, over, rates)
+    for start in (start for start in STARTS if start + 2 < min(depths)):
+        probes = [all_microbatches(start + more, checks and not more) for more in range(2 + checks)]
+        found = [lists for lists in probes if lists is not None]
+        if len(found) == len(probes) and (lists := _grown(found, *(depth - start for depth in depths))) is not None:
+            return Foretold(lists, over, rates)
+    return None
 
 
-def _grown(probes: Sequence[Lists], times: Mapping[int, int]) -> Lists | None:
-    """Each role's list, so many times after that of the first probe. A third probe is foretold by two."""
+def _grown(probes: Sequence[Lists], *times: int) -> Lists | None:
+    """Each role's list, so many times after that of the first probe. times: of each role, or of all. A third probe is
+    foretold by two."""
     found = {}
     for role, first in probes[0].items():
         others = [probe[role] for probe in probes[1:]]
         how = checked(first, *others) if len(others) > 1 else growth(first, *others)
         if how is None:
             return None
-        found[role] = how.grown(times[role])
+        found[role] = how.grown(times[role % len(times)])
     return found
 
 

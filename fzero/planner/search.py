@@ -11,7 +11,7 @@ from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.planner.candidates import Candidate, candidates, default
-from fzero.planner.deep import probed
+from fzero.planner.deep import is_deep, probed
 from fzero.planner.planned import Row
 from fzero.planner.problem import Problem
 from fzero.planner.programs import by_rates, host_bytes, lowered_of, sparing, step_seconds
@@ -127,7 +127,7 @@ def _refine(done: Search, most: int) -> None:
             return
         tried.add(best.candidate)
         for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
-            near = _corrected(done, one)[0] < NEAR * best.seconds
+            near = _corrected(done, one)[0] < (1 if is_deep(done.problem) else NEAR) * best.seconds
             if near and one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most:
                 done.row(one)
 
@@ -139,6 +139,9 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     count = Counter(one.mesh for one in done.rows)
     near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]
     few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
+    if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
+        fastest = min(row.seconds for row in done.fitting)
+        near = few = [one for one in few if left[one][0] < fastest]
     unseen = [one for one in near if not count[one.mesh]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there
