@@ -78,8 +78,7 @@ def zero_one_adam(
 
     For `freeze` steps gradients travel in signs. At some steps they travel in float32, and the variance is updated; the
     distance of these doubles after each `doubled_after` of them. Then each rank takes local steps. Their number doubles
-    after each `doubled_after` meetings, up to `longest`; what all have moved travels in signs. The paper doubles after
-    16. Where the variance is not known well by then, as in runs of some hundred steps, that diverges.
+    after each `doubled_after` meetings, up to `longest`; what all have moved travels in signs.
     """
     b1, b2 = betas
     signs = lambda value, error: fzero.coded_mean(value, error, "sign", both_ways=True)  # noqa: E731
@@ -129,6 +128,10 @@ def zero_one_adam(
         rates = torch.zeros_like(state["rates"])
         return {**state, "params": params, "mu": mu, "own": own, "rates": rates, "error": error}, metrics
 
+    def switch(state: Any, batch: Any) -> Any:
+        """The first meeting: what codes of gradients have lost is not in the units of what is moved."""
+        return meeting({**state, "error": tree.map(torch.zeros_like, state["error"])}, batch)
+
     known = [(0, 1, 0)]  # by step: the next one that is full or a meeting, the distance, how many there were at it
 
     def of(step: int) -> str:
@@ -140,10 +143,12 @@ def zero_one_adam(
                     distance, many = distance * 2 if len(known) < freeze else min(2 * distance, longest), 0
                 at += distance
             known.append((freeze, 1, 0) if len(known) == freeze else (at, distance, many))
+        if step == freeze:
+            return "switch"
         due = known[step][0] == step
         return ("full" if due else "coded") if step < freeze else "meeting" if due else "local"
 
-    return first, Phases(of, {"full": full, "coded": coded, "local": local, "meeting": meeting})
+    return first, Phases(of, {"full": full, "coded": coded, "local": local, "switch": switch, "meeting": meeting})
 
 
 # --- 1-bit LAMB -------------------------------------------------------------------------------------------------------

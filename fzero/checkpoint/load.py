@@ -76,8 +76,7 @@ def load(
     log names them. If no leaf fits, it is an error too.
 
     per_rank: what becomes of leaves of `fzero.per_rank` that another number of ranks has saved: "refuse", or "mean",
-    which gives every rank the mean of a floating one. So what ranks owe to a mean (`fzero.coded_error`) is kept. It is
-    not for a State in `like`.
+    which gives every rank the mean of a floating one. So what is owed (`fzero.coded_error`) is kept. Not for a State.
 
     Every rank must call it. Raises CheckpointError: CorruptError for damaged files, MismatchError for other leaves. A
     state given as `like` stays usable unless reading fails after writing began; then it is marked unusable.
@@ -91,13 +90,8 @@ def load(
     >>> again.step, again.params["w"].full().tolist()
     (1, [0.8999999761581421, 0.8999999761581421])
     """
-    if per_rank not in (KEEP, MEAN):
-        raise SpecError(f"fzero.load(per_rank={per_rank!r}): needed {KEEP!r} or {MEAN!r}")
+    _check_given(spec, like, per_rank)
     if isinstance(like, State):
-        if per_rank != KEEP:
-            raise SpecError("fzero.load(like=state, per_rank=...): give it a spec and params instead of the state")
-        if spec is not None:
-            raise SpecError("fzero.load(dir, spec, like=state): a state has its spec: leave spec out, or give shapes")
         return _into(like, Path(dir), strict, disk or Disk())
     like = tree.map(_shape_of, like) if like is not None and not callable(like) else like
     world = World.open("load", spec, like)
@@ -176,6 +170,16 @@ def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], keep: set[
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def _check_given(spec: Spec | None, like: Any, per_rank: str) -> None:
+    """Raises SpecError for arguments that say two things, or none that is known."""
+    if per_rank not in (KEEP, MEAN):
+        raise SpecError(f"fzero.load(per_rank={per_rank!r}): needed {KEEP!r} or {MEAN!r}")
+    if isinstance(like, State) and per_rank != KEEP:
+        raise SpecError("fzero.load(like=state, per_rank=...): give it a spec and params instead of the state")
+    if isinstance(like, State) and spec is not None:
+        raise SpecError("fzero.load(dir, spec, like=state): a state has its spec: leave spec out, or give shapes")
 
 
 def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:

@@ -78,18 +78,6 @@ def onebit_adam(
     adam = adamw(schedule, (beta1, beta2), eps, decay, bias_correction=bias_correction)
     step = FrozenStep(schedule, beta1, 1 - beta2**warmup, eps, decay, bias_correction)
 
-    def init(params: PyTree) -> OnebitAdamState:
-        _check.trainable(where, params)
-        for path, leaf in zip(*tree.flatten(params)[:2], strict=True):
-            if leaf.dtype is not torch.float32:
-                raise TreeError(
-                    f"{where}: params/{path} is {leaf.dtype}, but what travels in codes is kept in float32: hold it in "
-                    "float32, with Precision(compute='bf16') if it is to be computed in fewer bits"
-                )
-        zeros = tree.map(torch.zeros_like, params)
-        error = coded_error(params, both_ways=True)
-        return OnebitAdamState(_check.zero_count(params), zeros, tree.map(torch.zeros_like, params), error)
-
     def warm(grads: PyTree, state: OnebitAdamState, params: PyTree) -> tuple[PyTree, OnebitAdamState]:
         updates, after = adam.update(grads, AdamState(*_checked(state)[:3]), params)
         return updates, OnebitAdamState(after.count, after.mu, after.nu, state.error)
@@ -104,9 +92,22 @@ def onebit_adam(
 
     return Phases.after(
         warmup,
-        (WARMUP, GradientTransformation(init, warm)),
-        (CODED, GradientTransformation(init, coded, takes="local")),
+        (WARMUP, GradientTransformation(_first, warm)),
+        (CODED, GradientTransformation(_first, coded, takes="local")),
     )
+
+
+def _first(params: PyTree) -> OnebitAdamState:
+    """The first state. Raises TreeError for parameters of another dtype than float32."""
+    _check.trainable("onebit_adam", params)
+    for path, leaf in zip(*tree.flatten(params)[:2], strict=True):
+        if leaf.dtype is not torch.float32:
+            raise TreeError(
+                f"onebit_adam: params/{path} is {leaf.dtype}, but what travels in codes is kept in float32: hold it in "
+                "float32, with Precision(compute='bf16') if it is to be computed in fewer bits"
+            )
+    mu, nu = (tree.map(torch.zeros_like, params) for _ in range(2))
+    return OnebitAdamState(_check.zero_count(params), mu, nu, coded_error(params, both_ways=True))
 
 
 def _checked(state: OnebitAdamState) -> OnebitAdamState:

@@ -37,7 +37,8 @@ def test_a_varying_value_that_reaches_the_state_is_refused() -> None:
             step,
             "state['p/w'] would differ between ranks",
             here(step),
-            "Reduce it with fzero.pmean, or keep one per rank with fzero.per_rank",
+            "Reduce it with fzero.pmean or fzero.coded_mean",
+            "keep one per rank with fzero.per_rank",
         )
 
 

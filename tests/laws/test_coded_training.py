@@ -108,12 +108,14 @@ def test_diloco_sends_once_in_so_many_steps() -> None:
 
 
 def kinds(step: Phases[Any], steps: int) -> str:
-    return "".join({"full": "F", "coded": "c", "local": ".", "meeting": "M"}[step.at(n)] for n in range(steps))
+    return "".join(
+        {"full": "F", "coded": "c", "local": ".", "switch": "S", "meeting": "M"}[step.at(n)] for n in range(steps)
+    )
 
 
 def test_the_phases_of_zero_one_adam_double_their_distance() -> None:
     _, step = recipes.zero_one_adam(recipes.toy_loss, optim.constant(LR), 20, doubled_after=4, longest=4)
-    assert kinds(step, 48) == "FFFFcFcFcFcFcccFcccF" + "MMMM.M.M.M.M...M...M...M...M"
+    assert kinds(step, 48) == "FFFFcFcFcFcFcccFcccF" + "SMMM.M.M.M.M...M...M...M...M"
     fresh = recipes.zero_one_adam(recipes.toy_loss, optim.constant(LR), 20, doubled_after=4, longest=4)[1]
     assert fresh.at(40) == step.at(40), "a resume asks for a late step first"
     assert fresh.at(5000) in ("local", "meeting")
@@ -125,7 +127,7 @@ def test_zero_one_adam_is_the_algorithm() -> None:
         recipes.toy_loss, optim.constant(LR), freeze, (B1, B2), eps, doubled_after=2, longest=2
     )
     order = kinds(step, steps)
-    assert order == "FFcF" + "MM.M.M"
+    assert order == "FFcF" + "SM.M.M"
     done = run(fzero.Spec(step=step, zero=1), first(params()), recipes.toy_batch, world=RANKS, steps=steps).final
     p, mu, nu, codes, rates = params(), zeros(), zeros(), Signs(), 0.0
     own, moved = [zeros() for _ in range(RANKS)], [zeros() for _ in range(RANKS)]
@@ -148,7 +150,9 @@ def test_zero_one_adam_is_the_algorithm() -> None:
             for name in p:
                 own[rank][name] = B1 * own[rank][name] + (1 - B1) * g[name]
                 moved[rank][name] = moved[rank][name] + LR * own[rank][name]
-        if kind == "M":
+        if kind == "S":
+            codes = Signs()
+        if kind in "SM":
             for name in p:
                 mean = codes.mean(name, [u[name] for u in moved])
                 p[name], mu[name] = p[name] - mean / root[name], mean / rates
