@@ -2,8 +2,6 @@
 
     python examples/plan.py --model gpt2-xl --ranks 2 --hardware rtx4090 --rows 16
 
-    python examples/plan.py --claim 13b-on-one-v100
-
 prints the step's predicted seconds, the planned bytes of the fullest rank, why each field has its value, and the
 candidates that were lowered. The last line is the answer as Python.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,27 +25,6 @@ MODELS = {  # layers, width, heads, words
     "1.3b": (24, 2_048, 16, 50_257),
     "7b": (32, 4_096, 32, 50_257),
     "13b": (40, 5_120, 40, 50_257),
-}
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A published run. host_gib: of the host for each rank, where it is not the preset's share."""
-
-    model: str
-    ranks: int
-    hardware: str
-    rows: int
-    length: int
-    precision: str
-    host_gib: float | None = None
-
-
-CLAIMS = {
-    "13b-on-one-v100": Claim(
-        "13b", 1, "v100-32gb", 8, 1_024, "fp16", host_gib=1_536
-    ),  # ZeRO-Offload: a whole DGX-2's host
-    "gpt2-xl-on-two-24gb": Claim("gpt2-xl", 2, "rtx4090", 16, 1_024, "bf16"),
 }
 
 
@@ -86,7 +62,6 @@ def loss_of(heads: int) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--claim", choices=CLAIMS, help="a published run, in the place of all other arguments")
     parser.add_argument("--model", choices=MODELS, default="gpt2")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--hardware", default="h100", help=f"a TOML file, or one of {', '.join(hardware.presets())}")
@@ -97,13 +72,6 @@ def main() -> None:
         "--memory-gb", type=float, help="what a rank may use (default: the hardware's less its headroom)"
     )
     given = parser.parse_args()
-    machine = hardware.load(given.hardware)
-    if given.claim is not None:
-        claim = CLAIMS[given.claim]
-        machine = hardware.load(claim.hardware)
-        vars(given).update(vars(claim))
-        if claim.host_gib is not None and machine.host is not None:
-            machine = replace(machine, host=replace(machine.host, memory_gib=claim.host_gib))
     layers, width, heads, words = MODELS[given.model]
     tokens = torch.empty(given.rows, given.length, dtype=torch.int64, device="meta")
     spec = fzero.Spec(loss=loss_of(heads), optimizer=optim.adamw(1e-4), precision=given.precision, clip_norm=1.0)
@@ -114,7 +82,7 @@ def main() -> None:
             empty(layers, width, words),
             {"x": tokens, "y": tokens},
             world_size=given.ranks,
-            hardware=machine,
+            hardware=given.hardware,
             memory=None if given.memory_gb is None else int(given.memory_gb * 1e9),
         )
     except fzero.SpecError as error:
