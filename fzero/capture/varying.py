@@ -70,7 +70,7 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
         operands = node.all_input_nodes
         if node.target is operator.getitem and operands[0].target is REGION:
             operands = _reached(graph, operands[0], node.args[1])
-        if node.target is operator.getitem and operands[0].target is CODED_MEAN and node.args[1] == 0:
+        if node.target is operator.getitem and fx_nodes.operand(node).target is CODED_MEAN and node.args[1] == 0:
             continue  # the mean; what follows it are errors, of each rank its own
         if node.target in (AXIS_INDEX, CODED_MEAN) or any(operand in varying for operand in operands):
             varying.add(node)

@@ -74,7 +74,8 @@ class Planned:
         >>> spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))
         >>> meta = torch.empty(64, 64, device="meta")
         >>> print(fzero.plan(spec, {"w": meta}, torch.empty(8, 64), world_size=2, hardware="h100").python())
-        dataclasses.replace(spec, mesh={'dp': 2}, zero=3, microbatches=1, remat='none', offload=None)
+        dataclasses.replace(spec, mesh={'dp': 2}, zero=3, microbatches=1, remat='none', offload=None,
+        prefetch=..., bucket_bytes=...)
         """
         values = ", ".join(f"{name}={getattr(self.spec, name)!r}" for name in self.choices)
         return f"dataclasses.replace(spec, {values})"

@@ -400,6 +400,25 @@ def kernels_have_their_references_numbers() -> None:
 
 
 @scenario(1)
+def block_sparse_attention() -> None:
+    """A step with a window of attention, by the kernels: the numbers of the processor."""
+    layout = fzero.sparse.sliding_window(32, window=12, causal=True, block=16)
+    x = torch.randn(1, 32, 16, generator=torch.Generator().manual_seed(0))
+
+    def loss(params: Any, batch: Any) -> Any:
+        q, k, v = (batch["x"] @ params["w"]).view(1, 32, 3, 1, 16).permute(2, 0, 3, 1, 4).unbind()
+        return fzero.sparse.attention(q, k, v, layout).square().mean()
+
+    ends = []
+    for at in (HERE, "cpu"):
+        state = fzero.init({"w": torch.eye(16, 48)}, fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), device=at))
+        state = fzero.step(state, {"x": x.to(at)})
+        ends.append((float(state.metrics["loss"]), fzero.unshard(state.params)["w"].cpu()))
+    assert abs(ends[0][0] - ends[1][0]) < 1e-5
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-4, atol=1e-5)
+
+
+@scenario(1)
 def optimizer_kernels() -> None:
     hyperparameters = (0.9, 0.999, 1e-8, 0.1)
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
