@@ -41,6 +41,7 @@ from fzero.training import training_of
 RANKS, ROWS, LENGTH, WIDTH, LAYERS = 4, 4, 64, 64, 2
 LR, BETAS = 3e-3, (0.9, 0.99)
 LAST = 50  # steps whose mean loss is compared
+EXACT = ("**/one", "**/two", "last")  # the norms; all else is coded
 CONTROLS = {"unfed": 0.1, "live": 0.1}
 
 
@@ -111,7 +112,8 @@ def without_feedback(phases: Phases[optim.GradientTransformation]) -> Phases[opt
 
 
 def variants(steps: int) -> dict[str, Any]:
-    """By name, optimizers, or (the first state of params, the step)."""
+    """By name, optimizers, or (the first state of params, the step), or what travels of Adam's parameters and
+    gradients."""
     sys.path.insert(0, str(ROOT / "examples"))
     recipes: Any = importlib.import_module("coded_training")
     warm, rate, faster = steps // 5, rate_of(steps), optim.warmup_cosine(1e-2, steps // 20, steps)
@@ -119,6 +121,9 @@ def variants(steps: int) -> dict[str, Any]:
     onebit = optim.onebit_adam(rate, warm, BETAS)
     return {
         "adam": adam,
+        "both int8": fzero.Precision(gather="int8", reduce="int8", exact=EXACT),
+        "int8, int4": fzero.Precision(gather="int8", reduce="int4", exact=EXACT),
+        "both int4": fzero.Precision(gather="int4", reduce="int4", exact=EXACT),
         "int8": coded_gradients(steps, "int8", False),
         "int4": coded_gradients(steps, "int4", False),
         "frozen": optim.freeze_nu(rate, warm, BETAS, weight_decay=0.0),
@@ -143,6 +148,9 @@ def trained(optimizer: Any, seed: int, steps: int, data: Tensor) -> list[float]:
     if isinstance(optimizer, tuple) and not hasattr(optimizer, "update"):
         start, step_of = optimizer
         spec, params = fzero.Spec(step=step_of, zero=0), start(first(seed))
+    elif isinstance(optimizer, fzero.Precision):
+        adam = variants(steps)["adam"]
+        spec, params = fzero.Spec(loss=loss, optimizer=adam, precision=optimizer, zero=2), first(seed)
     else:
         spec, params = fzero.Spec(loss=loss, optimizer=optimizer, zero=0), first(seed)
     like = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64)
