@@ -23,10 +23,12 @@ import torch
 from fzero.comm.agree import tell
 from fzero.comm.protocol import Comm
 from fzero.comm.routed import Routed
+from fzero.cost.coding import nanoseconds
 from fzero.cost.rates import Rates, fitted
 from fzero.ir import kinds
 from fzero.ir.op import Op, make_op
 from fzero.ir.records import Ref
+from fzero.kernels.codecs import CODECS
 
 SIZES = (1 << 12, 1 << 18, 1 << 22)  # bytes of the whole buffer
 TIMES = dict(zip(SIZES, (20, 10, 4), strict=True))  # alike on every rank
@@ -61,8 +63,10 @@ def measured(
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
     speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
-    figures = [float(f"{value:.3g}") for value in (*seconds.values(), beside, *speeds)]
-    *spent, hidden, low, full, memory_bytes = _from_rank_0(figures, world_size)
+    coded = [figure * 1e-9 for codec in CODECS for figure in nanoseconds(codec)]
+    figures = [float(f"{value:.3g}") for value in (*coded, *seconds.values(), beside, *speeds)]
+    agreed = _from_rank_0(figures, world_size)
+    coded, (*spent, hidden, low, full, memory_bytes) = agreed[: len(coded)], agreed[len(coded) :]
     seconds = dict(zip(keys, spent, strict=True))
     fits = {kind: fitted({size: seconds[kind, size] for size in SIZES}) for kind in WAYS}
     rates = Rates(
@@ -72,6 +76,7 @@ def measured(
         flops={2: low, 4: full},
         memory_bytes=memory_bytes,
         ranks=ranks,
+        coding=dict(zip(CODECS, zip(coded[::2], coded[1::2], strict=True), strict=True)),
     )
     return table, rates
 

@@ -73,7 +73,15 @@ def nanoseconds(codec: str) -> tuple[float, float]:
     return least(lambda: encode(x, CODECS[codec], out=room)), least(lambda: decode_blocks(message, CODECS[codec], back))
 
 
-def coding(program: Program, policy: Precision) -> CodecAccount:
+def of_rates(codec: str, rates: Rates | None) -> tuple[float, float]:
+    """(seconds to encode an element, to decode it): as the ranks have agreed, else as measured here."""
+    if rates is not None and codec in rates.coding:
+        return rates.coding[codec]
+    encoding, decoding = nanoseconds(codec)
+    return encoding * 1e-9, decoding * 1e-9
+
+
+def coding(program: Program, policy: Precision, rates: Rates | None = None) -> CodecAccount:
     """What the policy's codecs save and cost in a program."""
     sent, saved, seconds = 0, 0.0, 0.0
     measured = backend.of_transport(program.transport) is backend.CPU
@@ -84,11 +92,11 @@ def coding(program: Program, policy: Precision) -> CodecAccount:
             sent += nbytes
             saved += float(nbytes * buffer.per) * (4 if buffer.kind == "grad" else wide) - nbytes
         elif op.computes and measured:
-            seconds += _seconds(program, op, policy)
+            seconds += _seconds(program, op, policy, rates)
     return CodecAccount(sent, round(saved), seconds if measured else None)
 
 
-def _seconds(program: Program, op: Op, policy: Precision) -> float:
+def _seconds(program: Program, op: Op, policy: Precision, rates: Rates | None) -> float:
     """That an op encodes and decodes: flat ones what their references name, others all that is in their segment."""
     amounts: list[tuple[str | None, int, float]] = []  # (codec, 0 to encode and 1 to decode, elements)
     if op.is_flat:
@@ -104,7 +112,7 @@ def _seconds(program: Program, op: Op, policy: Precision) -> float:
                 encodes = node.target in ENCODES
                 value = (fx_nodes.operand(node) if encodes else node).meta["val"]
                 amounts.append((policy.gather, 0 if encodes else 1, value.numel()))
-    return sum(nanoseconds(codec)[which] * 1e-9 * n for codec, which, n in amounts if codec in CODECS)
+    return sum(of_rates(codec, rates)[which] * n for codec, which, n in amounts if codec in CODECS)
 
 
 def sentence(programs: Mapping[int, Program], policy: Precision, rates: Rates | None) -> str:
@@ -112,7 +120,7 @@ def sentence(programs: Mapping[int, Program], policy: Precision, rates: Rates | 
     or nobody asked and nothing was measured."""
     given = {"gather": policy.gather, "reduce": policy.reduce}
     asked = ", ".join(f"{name}={value}" for name, value in given.items() if value in CODECS)
-    most = max((coding(program, policy) for program in programs.values()), key=lambda found: found.sent)
+    most = max((coding(program, policy, rates) for program in programs.values()), key=lambda found: found.sent)
     if asked:
         return f"{asked}: {most}" if most.sent else f"{asked}: nothing travels in messages, so no gradient is coded"
     if rates is None or backend.of_transport(programs[0].transport) is not backend.CPU:
@@ -130,7 +138,7 @@ def sentence(programs: Mapping[int, Program], policy: Precision, rates: Rates | 
 def _untaken(program: Program, rates: Rates) -> tuple[float, float]:
     """Seconds of a step that a codec would take off the wire, and those that it would cost a rank."""
     saved = cost = 0.0
-    encoding, decoding = (figure * 1e-9 for figure in nanoseconds(SUGGESTED))
+    encoding, decoding = of_rates(SUGGESTED, rates)
     for op in program.ops:
         source, kind = program.buffers[op.reads[0].name] if op.reads else None, op.row.collective
         if kind is None or source is None or source.bucket is None or op.axis is None or op.row.small:

@@ -58,7 +58,7 @@ class Rates:
     hidden: the part of a transfer that passes beside compute, 0 to 1.
     flops: operations a second of large matrix products, by the bytes of an element (2 or 4). small_side: a product
     whose least side is this long reaches half of it. attention: operations a second of attention; 0: as products.
-    launch: the least seconds of a call.
+    launch: the least seconds of a call. coding: by codec, the seconds an element to encode and to decode.
     memory_bytes: bytes a second that other ops read and write.
     lanes: by lane (`disk→host`), the bytes a second of its moves. One that is not given takes no time.
     lane_hidden: the part of a move that passes beside compute, 0 to 1.
@@ -79,6 +79,7 @@ class Rates:
     small_side: float = 0.0
     attention: float = 0.0
     launch: float = 0.0
+    coding: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def link(self, rate: str, axis: str = "") -> Link | None:
         """The figures of a measured kind over an axis; None where there are none. Of several axes taken together: those

@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Any] = {
     "muon, its matrices": optim.muon(1e-2, others=ADAMW),
     "ema, ema_params": optim.ema_params(optim.chain(optim.ema(0.9), optim.scale(-0.1)), 0.9),
     "clip_by_global_norm": optim.chain(optim.clip_by_global_norm(1e-2), optim.adafactor(1e-2)),
+    "freeze_nu": optim.freeze_nu(1e-2, 1)["frozen"],
     "apply_if_finite": optim.apply_if_finite(ADAMW),
     "delayed": optim.delayed(ADAMW),
 }
@@ -50,6 +51,7 @@ AXES: dict[str, dict[str, Any]] = {
     "offload": {"mesh": {"dp": 2}, "zero": 2, "offload": "optimizer+params"},
 }
 TABLE = {name: dict.fromkeys(AXES, "yes") for name in OPTIMIZERS}
+TABLE["onebit_adam"] = {axis: "yes" if axis in ("dp", "offload") else "no" for axis in AXES}  # tests/optim/test_onebit
 TABLE["adamw8bit"] |= {"tp": "no", "pp x tp": "no"}
 TABLE["muon, its matrices"] |= {"tp": "no", "pp x tp": "no"}
 WHY = {
@@ -133,7 +135,8 @@ def test_what_cannot_is_refused_before_anything_is_allocated(name: str, monkeypa
         raise AssertionError("allocated")
 
     monkeypatch.setattr("fzero.session.world.storage.allocate", allocated)
-    monkeypatch.setattr("fzero.session.world.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
+    for room in ("fzero.session.world", "fzero.api"):
+        monkeypatch.setattr(f"{room}.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
     with pytest.raises(fzero.SpecError, match=WHY[name]):
         fzero.init(params(), spec(name, mesh={"tp": 2}))
 
@@ -160,7 +163,8 @@ def test_an_optimizer_of_ones_own_that_needs_several_roles_is_refused_by_init(
         raise MemoryError("opened")
 
     monkeypatch.setattr("fzero.session.world.transport_for", opened)
-    monkeypatch.setattr("fzero.session.world.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
+    for room in ("fzero.session.world", "fzero.api"):
+        monkeypatch.setattr(f"{room}.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
 
     def start(update: Any) -> None:
         own = optim.GradientTransformation(lambda params: (), update)
