@@ -418,7 +418,7 @@ def _contradicting(folder: str) -> Any:
     for number in range(2):
         state = fzero.step(state, model.batch(rank, number))
     (found,) = state.runtime.programs.values()
-    return dict(found.choices), found.digest
+    return {q: said for q, said in found.choices.items() if q != "codec"}, found.digest
 
 
 def test_ranks_whose_files_differ_run_rank_0s_choice(tmp_path: Path) -> None:
@@ -436,7 +436,7 @@ def _measuring(folder: str) -> Any:
     state = fzero.init(model.init(fzero.random.key(0)), replace(spec_of(model), prefetch=1))
     state = fzero.step(state, model.batch(rank, 0))
     (found,) = state.runtime.programs.values()
-    return dict(found.choices), found.digest
+    return {q: said for q, said in found.choices.items() if q != "codec"}, found.digest
 
 
 def test_ranks_that_start_with_nothing_measure_once_and_the_next_run_knows(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fzero
 from fzero import P, optim, tree
+from fzero.comm import heartbeat
 from fzero.compile import update_roles
 
 WIDTH, ROWS = 64, 4
@@ -135,6 +136,7 @@ def test_what_cannot_is_refused_before_anything_is_allocated(name: str, monkeypa
         raise AssertionError("allocated")
 
     monkeypatch.setattr("fzero.session.world.storage.allocate", allocated)
+    monkeypatch.setattr(heartbeat.ALONE, "label", heartbeat.ALONE.label)  # of the mesh that is made up here
     for room in ("fzero.session.world", "fzero.api"):
         monkeypatch.setattr(f"{room}.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
     with pytest.raises(fzero.SpecError, match=WHY[name]):
@@ -163,6 +165,7 @@ def test_an_optimizer_of_ones_own_that_needs_several_roles_is_refused_by_init(
         raise MemoryError("opened")
 
     monkeypatch.setattr("fzero.session.world.transport_for", opened)
+    monkeypatch.setattr(heartbeat.ALONE, "label", heartbeat.ALONE.label)  # of the mesh that is made up here
     for room in ("fzero.session.world", "fzero.api"):
         monkeypatch.setattr(f"{room}.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
 
