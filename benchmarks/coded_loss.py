@@ -122,7 +122,7 @@ def variants(steps: int) -> dict[str, Any]:
     return {
         "adam": adam,
         "both int8": fzero.Precision(gather="int8", reduce="int8", exact=EXACT),
-        "int8, int4": fzero.Precision(gather="int8", reduce="int4", exact=EXACT),
+        "int8 and int4": fzero.Precision(gather="int8", reduce="int4", exact=EXACT),
         "both int4": fzero.Precision(gather="int4", reduce="int4", exact=EXACT),
         "int8": coded_gradients(steps, "int8", False),
         "int4": coded_gradients(steps, "int4", False),
