@@ -19,6 +19,8 @@ from torch import Tensor
 
 from fzero.sparse.block_rows import BlockRow, HeadSpan, Rules, rows, spans
 
+aten = torch.ops.aten
+
 _CACHE = 4 << 20  # bytes of scratch that heads are taken together for
 
 
@@ -101,7 +103,7 @@ def backward(
                 look = work.look(tile, row)
                 look.by_head_into_v.copy_(source[tile.heads][:, :, :, row.number])
                 dp = torch.bmm(look.into_v, look.v.transpose(1, 2), out=look.s)
-                torch._softmax_backward_data(dp, look.p, -1, work.dtype, grad_input=look.ds)
+                aten._softmax_backward_data.out(dp, look.p, -1, work.dtype, grad_input=look.ds)
                 torch.bmm(look.ds, look.k, out=look.into_q).mul_(scale)
                 target[tile.heads][:, :, :, row.number] = look.by_head_into_q
                 for into, left, right in ((to_v, look.p, look.into_v), (to_k, look.ds, look.q)):
@@ -214,7 +216,7 @@ class _Work:
         torch.bmm(look.q.mul_(self.scale), look.k.transpose(1, 2), out=look.s)
         for place, mask in row.edges:
             look.by_head_s[..., place : place + self.block].add_(mask)
-        torch._softmax(look.s, -1, False, out=look.p)
+        aten._softmax.out(look.s, -1, False, out=look.p)
         if row.blind is not None:
             look.by_head_p.masked_fill_(row.blind, 0)
         return look
