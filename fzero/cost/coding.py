@@ -120,8 +120,8 @@ def sentence(programs: Mapping[int, Program], policy: Precision, rates: Rates | 
     or nobody asked and nothing was measured."""
     given = {"gather": policy.gather, "reduce": policy.reduce}
     asked = ", ".join(f"{name}={value}" for name, value in given.items() if value in CODECS)
-    most = max((coding(program, policy, rates) for program in programs.values()), key=lambda found: found.sent)
     if asked:
+        most = max((coding(program, policy, rates) for program in programs.values()), key=lambda found: found.sent)
         return f"{asked}: {most}" if most.sent else f"{asked}: nothing travels in messages, so no gradient is coded"
     if rates is None or backend.of_transport(programs[0].transport) is not backend.CPU:
         return ""
