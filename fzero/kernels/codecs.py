@@ -154,16 +154,6 @@ def decode_blocks(message: Tensor, codec: BlockCodec, out: Tensor | None = None)
     return out
 
 
-def decode_mean(messages: Tensor, size: int, codec: BlockCodec) -> Tensor:
-    """The mean over ranks of one message a rank (dim 0): added in the order of ranks in float32, divided once.
-
-    >>> both = encode(torch.tensor([[7.0, -3.0], [7.0, 0.0]]), CODECS["int4"])
-    >>> decode_mean(both, 2, CODECS["int4"])
-    tensor([ 7.0000, -1.5000])
-    """
-    return decode_sum(messages, len(messages), codec)[..., :size]
-
-
 def decode_sum(messages: Tensor, divisor: int, codec: BlockCodec, out: Tensor | None = None) -> Tensor:
     """The sum over ranks of one message a rank (dim 0), of whole blocks: added in the order of ranks in float32,
     divided once. out: where it goes.
