@@ -17,6 +17,7 @@ from fzero.compile.decide import DECIDERS
 from fzero.compile.resolve import mesh_of
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE
+from fzero.kernels.codecs import BLOCK, CODECS
 from fzero.planner.candidates import Candidate, sharded
 from fzero.planner.deep import takes
 from fzero.planner.probes import Foretold
@@ -121,7 +122,9 @@ def sketched(problem: Problem) -> Sketch:
     params, optimizer = last.held("param"), last.held("optimizer")
     activations = {key: max(found.peak - optimizer - 2 * params, 0) for key, found in by_remat.items()}
     one_row = found(remats[0], 1).busy[0] / next(iter(seconds.values())) if rows > 1 else 1.0
-    wire = 2 / _widest(problem.params_like) if spec.numerics.policy.compute else 1.0
+    policy = spec.numerics.policy
+    gathered = CODECS[policy.gather].block_bytes / BLOCK if policy.gather else 2 if policy.compute else None
+    wire = 1.0 if gathered is None else gathered / _widest(problem.params_like)
     return Sketch(rows, seconds, activations, one_row, last.busy[1], params, optimizer, wire, len(last.tokens[0]))
 
 
