@@ -35,7 +35,9 @@ def register_attention(name: str = NAME) -> str:
     tokens x window, other layers are computed over all pairs that they see. Lengths are multiples of 16. Padding and
     packed documents (by `position_ids`) are taken from what the model is given; padded tokens have the result 0.
 
-    Refused by name: dropout of probabilities, softcaps, sinks, biases of positions, masks that the user made, and
+    Softcaps (Gemma 2) and sinks (gpt-oss) are kept.
+
+    Refused by name: dropout of probabilities, biases of positions, masks that the user made, and
     caches of keys (generation). transformers 5.
 
         model = AutoModelForCausalLM.from_config(config, attn_implementation=fzero.interop.register_attention())
@@ -95,9 +97,8 @@ def _attend(
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """A layer's attention: (batch, tokens, heads, dim)."""
-    for name in ("softcap", "s_aux", "position_bias"):
-        if rest.get(name) is not None:
-            raise SpecError(f"{NAME}: {type(module).__name__} has a {name}; needed none. {_ELSE}")
+    if rest.get("position_bias") is not None:
+        raise SpecError(f"{NAME}: {type(module).__name__} has a position_bias; needed none. {_ELSE}")
     if query.shape[2] != key.shape[2]:
         raise SpecError(f"{NAME}: {query.shape[2]} queries and {key.shape[2]} keys; it trains only. {_ELSE}")
     if attention_mask is None:
@@ -111,6 +112,7 @@ def _attend(
     tokens = query.shape[2]
     layout = sparse.BlockLayout(tokens, sparse.block_for(tokens), left=attention_mask.left, right=attention_mask.right)
     out = sparse.attention(
-        query, key, value, layout, scale=scaling, documents=attention_mask.documents, dropout_p=dropout
+        query, key, value, layout, scale=scaling, documents=attention_mask.documents, softcap=rest.get("softcap"),
+        sinks=rest.get("s_aux"), dropout_p=dropout,
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None

@@ -19,6 +19,8 @@ def attention(
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     documents: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """softmax(scale q k^T) v over the pairs of a query and a key that `layout` has: (batch, heads, tokens, value dim).
@@ -26,7 +28,9 @@ def attention(
     q: (batch, heads, tokens, dim). k, v: as q, or with fewer heads, of which each serves heads / their number of q's.
     All of one dtype: fp64, fp32, bf16 or fp16. scale: None is dim ** -0.5. key_padding_mask: bool (batch, tokens), True
     at padding. documents: int (batch, tokens): a token sees tokens of its own id; a negative id is padding. A token of
-    padding, or without a key, has the result 0 and gives no gradient.
+    padding, or without a key, has the result 0 and gives no gradient. softcap: scores s become softcap tanh(s /
+    softcap), as in Gemma 2. sinks: (heads,), one more score of each head, which takes its part of every query's
+    probabilities and has no value, as in gpt-oss.
 
     Time and memory are linear in tokens for layouts whose rows do not grow. No probabilities are kept.
 
@@ -55,7 +59,8 @@ def attention(
     if columns is not None and columns.device != q.device:
         columns = columns.to(q.device)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = FORWARD(q, k, v, columns, ids, rules.block, rules.left, rules.right, factor)
+    ends = () if softcap is None and sinks is None else (sinks, softcap or 0.0)
+    out: Tensor = FORWARD(q, k, v, columns, ids, rules.block, rules.left, rules.right, factor, *ends)
     return out
 
 

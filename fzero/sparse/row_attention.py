@@ -58,12 +58,23 @@ class Sizes:
         return min(self.batch * self.groups * widest, max(_CACHE // self.itemsize, widest))
 
 
-_COPIES = {False: 2, True: 3}  # of the scores, in the forward and in the backward
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What is made of the products of queries and keys, as the op says it."""
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
-def scratch_bytes(sizes: Sizes, block: int, backward: bool, documents: bool) -> int:
+def copies(backward: bool, softcap: float) -> int:
+    """Of the scores of a row: scores and probabilities; in the backward their gradient, and the slope of a softcap."""
+    return 3 + bool(softcap) if backward else 2
+
+
+def scratch_bytes(sizes: Sizes, block: int, copies: int, backward: bool, documents: bool) -> int:
     """The most bytes that a call holds beside operands and results, small values aside."""
-    count = sizes.scratch(block, _COPIES[backward])
+    count = sizes.scratch(block, copies)
     if backward and sizes.narrow:
         count += sizes.batch * sizes.groups * sizes.tokens * (sizes.key_dim + sizes.value_dim)
     masks = 6 + (2 * sizes.width if documents else 0)  # of the bounds; of a row's documents, and of the row before
@@ -71,11 +82,11 @@ def scratch_bytes(sizes: Sizes, block: int, backward: bool, documents: bool) -> 
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, rules: Rules, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, rules: Rules, scores: Scores,
     out: Tensor,
 ) -> None:  # fmt: skip
     """Fills `out` (B, H, S, E)."""
-    work = _Work(q, k, v, columns, rules, scale, backward=False)
+    work = _Work(q, k, v, columns, rules, scores, backward=False)
     target = work.by_rows(out)
     for span in spans(q.shape[0], q.shape[1], k.shape[1], columns, documents):
         for row in rows(span, work.count, rules, work.flat):
@@ -89,10 +100,10 @@ def forward(
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, rules: Rules,
-    scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
+    scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Fills the gradients of q, k and v, all contiguous."""
-    work = _Work(q, k, v, columns, rules, scale, backward=True)
+    work = _Work(q, k, v, columns, rules, scores, backward=True)
     target, source = work.by_rows(dq), work.by_rows(grad)
     to_k, to_v = (work.flat.new_zeros(x.shape) if work.narrow else x.zero_() for x in (dk, dv))
     for span in spans(q.shape[0], q.shape[1], k.shape[1], columns, documents):
@@ -104,7 +115,9 @@ def backward(
                 look.by_head_into_v.copy_(source[tile.heads][:, :, :, row.number])
                 dp = torch.bmm(look.into_v, look.v.transpose(1, 2), out=look.s)
                 aten._softmax_backward_data.out(dp, look.p, -1, work.dtype, grad_input=look.ds)
-                torch.bmm(look.ds, look.k, out=look.into_q).mul_(scale)
+                if look.slope is not None:
+                    look.ds.mul_(look.slope)
+                torch.bmm(look.ds, look.k, out=look.into_q).mul_(scores.scale)
                 target[tile.heads][:, :, :, row.number] = look.by_head_into_q
                 for into, left, right in ((to_v, look.p, look.into_v), (to_k, look.ds, look.q)):
                     _add(into[tile.keys].flatten(0, 1), row, left, right)
@@ -165,18 +178,19 @@ class _Look:
     by_head_v: Tensor
     by_head_s: Tensor  # (N, repeats, block, keys), as the next
     by_head_p: Tensor
+    slope: Tensor | None  # of a softcap: of what it makes of a score, by the score
 
 
 class _Work:
     """A call's operands and its scratch. looks: by shape of a tile and number of keys, of one memory."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, rules: Rules, scale: float, backward: bool
+        self, q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, rules: Rules, scores: Scores, backward: bool
     ) -> None:
         self.sizes = Sizes.of(q, v, columns, rules)
         self.narrow, self.dtype = self.sizes.narrow, torch.float32 if self.sizes.narrow else q.dtype
-        self.block, self.count, self.scale = rules.block, q.shape[2] // rules.block, scale
-        self.copies = _COPIES[backward]
+        self.block, self.count, self.scores = rules.block, q.shape[2] // rules.block, scores
+        self.copies = copies(backward, scores.softcap)
         self.k, self.v, self.q = k, v, self.by_rows(q)
         self.flat = q.new_empty(self.sizes.scratch(rules.block, self.copies), dtype=self.dtype)
         self.looks: dict[tuple[tuple[int, ...], int], _Look] = {}
@@ -213,13 +227,28 @@ class _Work:
                 into[:, :, place : place + stop - start].copy_(source[:, :, start:stop])
                 place += stop - start
         look.by_head_q.copy_(self.q[tile.heads][:, :, :, row.number])
-        torch.bmm(look.q.mul_(self.scale), look.k.transpose(1, 2), out=look.s)
+        torch.bmm(look.q.mul_(self.scores.scale), look.k.transpose(1, 2), out=look.s)
+        if softcap := self.scores.softcap:
+            look.s.div_(softcap).tanh_()
+            if look.slope is not None:
+                torch.mul(look.s, look.s, out=look.slope).neg_().add_(1)
+            look.s.mul_(softcap)
         for place, mask in row.edges:
             look.by_head_s[..., place : place + self.block].add_(mask)
         aten._softmax.out(look.s, -1, False, out=look.p)
+        if self.scores.sinks is not None:
+            self._lose(look, tile, self.scores.sinks)
         if row.blind is not None:
             look.by_head_p.masked_fill_(row.blind, 0)
         return look
+
+    def _lose(self, look: _Look, tile: _Tile, sinks: Tensor) -> None:
+        """Takes from the probabilities what the sinks of the heads have. The largest says the sum that it is of."""
+        batches, groups, repeat, block = tile.shape
+        lse = look.by_head_s.amax(-1) - look.by_head_p.amax(-1).log_()
+        own = sinks.to(self.dtype).view(self.sizes.groups, -1)[tile.heads[1:]]
+        kept = (lse.view(batches, groups, repeat, block) - own[..., None]).sigmoid_()
+        look.by_head_p.mul_(kept.view(-1, repeat, block, 1))
 
     def _carved(self, shape: tuple[int, int, int, int], keys: int) -> _Look:
         batches, groups, repeat, block = shape
@@ -230,9 +259,10 @@ class _Work:
             parts.append(self.flat[at : at + math.prod(size)].view(size))
             at += math.prod(size)
         q, k, v, s, p, *rest, into_q, into_v = parts
+        slope = rest[1] if len(rest) > 1 else None
         return _Look(
             q, k, v, s, p, rest[0] if rest else s, into_q, into_v,
             q.view(*shape, d), into_q.view(*shape, d), into_v.view(*shape, e),
             k.view(batches, groups, keys, d), v.view(batches, groups, keys, e),
-            s.view(n, repeat, block, keys), p.view(n, repeat, block, keys),
+            s.view(n, repeat, block, keys), p.view(n, repeat, block, keys), slope,
         )  # fmt: skip

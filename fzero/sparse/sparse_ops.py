@@ -2,11 +2,14 @@
 
 q (B, H, S, D), k (B, G, S, D), v (B, G, S, E), where G divides H: the result is (B, H, S, E). fp64, fp32, bf16 or fp16.
 columns, documents, left, right: what a query sees (`block_rows`). scale: of the scores. A query without a key has 0.
+softcap: scores s become softcap tanh(s / softcap); 0 is none. sinks (H,): one more score for each query of a head: it
+takes a part of the probabilities and has no value.
 Both ops have `out=` forms, so a program gives them memory. The backward has no gradient of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +23,11 @@ from fzero.shard.factors import SUM, WHOLE, Call, Dims, Factors, Maker
 from fzero.shard.rules.rule import Rule
 from fzero.sparse import row_attention
 from fzero.sparse.block_rows import Rules
-from fzero.sparse.row_attention import Sizes
+from fzero.sparse.row_attention import Scores, Sizes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? columns, Tensor? documents"
-_NUMBERS = "int block, int left, int right, float scale"
+_NUMBERS = "int block, int left, int right, float scale, Tensor? sinks=None, float softcap=0.0"
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define(f"block_sparse_attention({_OPERANDS}, {_NUMBERS}) -> Tensor")
 _LIBRARY.define(f"block_sparse_attention.out({_OPERANDS}, {_NUMBERS}, *, Tensor(a!) out) -> Tensor(a!)")
@@ -39,7 +42,7 @@ BACKWARD = torch.ops.fzero.block_sparse_attention_backward.default
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, block: int, left: int,
-    right: int, scale: float,
+    right: int, scale: float, sinks: Tensor | None = None, softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """Raises SpecError for operands that do not belong together."""
     batch, heads, tokens, dim = _four("q", q)
@@ -51,6 +54,10 @@ def check(
     _needs(groups > 0 and heads % groups == 0, f"q has {heads} heads, k has {groups}", "a multiple of those of k")
     _needs(block > 0 and tokens % block == 0, f"{tokens} tokens in blocks of {block}", "a multiple; pad the tokens")
     _needs(left >= -1 and right >= -1, f"left={left}, right={right}", "numbers of tokens, or -1 for no bound")
+    _needs(0 <= softcap < math.inf, f"softcap={softcap}", "a positive number, or 0 for none")
+    if sinks is not None:
+        given = f"sinks is {sinks.dtype} of shape {tuple(sinks.shape)}"
+        _needs(sinks.shape == (heads,) and sinks.dtype in FLOATS, given, f"a score for each of {heads} heads")
     if columns is not None:
         fits = columns.ndim == 4 and columns.shape[0] in (1, batch) and columns.shape[1] in (1, groups, heads)
         fits = fits and columns.shape[2] == tokens // block and columns.shape[3] > 0 and columns.dtype is torch.int32
@@ -82,16 +89,23 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 def _forward_out(
     q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, block: int, left: int,
-    right: int, scale: float, *, out: Tensor,
+    right: int, scale: float, sinks: Tensor | None = None, softcap: float = 0.0, *, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    check(q, k, v, columns, documents, block, left, right, scale)
+    check(q, k, v, columns, documents, block, left, right, scale, sinks, softcap)
     args = (q, k, v, columns, documents, block, left, right, scale)
-    if (kernel := op_info.kernel_for(torch.ops.fzero.block_sparse_attention.out, *args, out=out)) is not None:
-        kernel(*args, out=out)
+    own = _own_kernel(torch.ops.fzero.block_sparse_attention.out, sinks, softcap, *args, out=out)
+    if own is not None:
+        own(*args, out=out)
         return out
     with torch.no_grad():
-        row_attention.forward(q, k, v, columns, documents, Rules(block, left, right), scale, out)
+        scores = Scores(scale, softcap, sinks)
+        row_attention.forward(q, k, v, columns, documents, Rules(block, left, right), scores, out)
     return out
+
+
+def _own_kernel(op: Any, sinks: Tensor | None, softcap: float, *args: Any, **outs: Any) -> Any:
+    """The device's own kernel for a call; None where it has none, as for softcaps and sinks."""
+    return None if sinks is not None or softcap else op_info.kernel_for(op, *args, **outs)
 
 
 def _forward(*args: Any) -> Tensor:
@@ -107,15 +121,18 @@ def _backward_fake(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
 
 def _backward_out(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, columns: Tensor | None, documents: Tensor | None, block: int,
-    left: int, right: int, scale: float, *, dq: Tensor, dk: Tensor, dv: Tensor,
+    left: int, right: int, scale: float, sinks: Tensor | None = None, softcap: float = 0.0, *, dq: Tensor, dk: Tensor,
+    dv: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rules = Rules(block, left, right)
     args, outs = (grad, q, k, v, columns, documents, block, left, right, scale), {"dq": dq, "dk": dk, "dv": dv}
-    if (kernel := op_info.kernel_for(torch.ops.fzero.block_sparse_attention_backward.out, *args, **outs)) is not None:
-        kernel(*args, **outs)
+    own = _own_kernel(torch.ops.fzero.block_sparse_attention_backward.out, sinks, softcap, *args, **outs)
+    if own is not None:
+        own(*args, **outs)
         return dq, dk, dv
     with torch.no_grad():
-        row_attention.backward(grad, q, k, v, columns, documents, rules, scale, dq, dk, dv)
+        scores = Scores(scale, softcap, sinks)
+        row_attention.backward(grad, q, k, v, columns, documents, rules, scores, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -134,12 +151,21 @@ for _name, _fake_rule, _pure, _out in (
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.numbers = inputs[5:]
+    *operands, block, left, right, scale, sinks, softcap = inputs
+    ctx.save_for_backward(*operands, sinks, None if sinks is None else output)
+    ctx.numbers = (block, left, right, scale)
+    ctx.softcap = softcap
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *BACKWARD(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
+    *operands, sinks, out = ctx.saved_tensors
+    ends = (sinks, ctx.softcap)
+    of_sinks = None
+    if sinks is not None and ctx.needs_input_grad[9]:
+        q, k, v, *rest = operands
+        seen = FORWARD(q, k, v.new_ones((*v.shape[:3], 1)), *rest, *ctx.numbers, *ends)[..., 0]
+        of_sinks = (((seen - 1) * (grad * out).sum(-1)).sum((0, 2))).to(sinks.dtype)
+    return *BACKWARD(grad, *operands, *ctx.numbers, *ends), *[None] * 6, of_sinks, None
 
 
 def _refused(ctx: Any, *grads: Tensor) -> None:
@@ -168,21 +194,25 @@ def _factors(call: Call) -> Factors:
         of["columns"] = (() if tables == 1 else b, by_head, *m.dims(rest, WHOLE))
     if call["documents"] is not None:
         of["documents"] = (b, m.dim(tokens, WHOLE))
+    if call["sinks"] is not None:
+        of["sinks"] = (g + r,)
     backward = "grad" in call.names
     outs = [of["q"], of["k"], of["v"]] if backward else [of["grad"]]
     return m.factors({name: of[name] for name in call.names if name in of}, *outs)
 
 
-def _sizes(node: fx.Node) -> tuple[Sizes, int, bool]:
-    values: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    q, _, v, columns, documents, block, left, right, _ = values[-9:]
-    return Sizes.of(q, v, columns, Rules(block, left, right)), block, documents is not None
+def _sizes(node: fx.Node) -> tuple[Sizes, int]:
+    call = Call.of(node)
+    q, v, columns = (None if call[x] is None else call[x].meta["val"] for x in ("q", "v", "columns"))
+    return Sizes.of(q, v, columns, Rules(call["block"], call["left"], call["right"])), call["block"]
 
 
 def _scratch(backward: bool) -> Callable[[fx.Node], int]:
     def formula(node: fx.Node) -> int:
-        sizes, block, documents = _sizes(node)
-        return row_attention.scratch_bytes(sizes, block, backward, documents)
+        sizes, block = _sizes(node)
+        call = Call.of(node)
+        copies = row_attention.copies(backward, call["softcap"])
+        return row_attention.scratch_bytes(sizes, block, copies, backward, call["documents"] is not None)
 
     return formula
 
@@ -191,7 +221,7 @@ def _operations(of_key: int, of_value: int) -> Callable[[fx.Node], int]:
     """Of the products of queries and keys, by how many have D and E numbers."""
 
     def formula(node: fx.Node) -> int:
-        s, block, _ = _sizes(node)
+        s, block = _sizes(node)
         return 2 * s.batch * s.heads * s.tokens * s.width * block * (of_key * s.key_dim + of_value * s.value_dim)
 
     return formula

@@ -182,3 +182,95 @@ def test_a_table_that_is_none_is_refused(row: list[int]) -> None:
     columns = torch.tensor([[0, 1, 2], row, [0, 1, 2]], dtype=torch.int32)[None, None]
     with pytest.raises(SpecError, match=r"row 1 of the table is .*needed blocks from 0 to 2 in ascending order"):
         sparse_ops.FORWARD(*call.args[:3], columns, None, *call.numbers)
+
+
+# --- softcaps and sinks
+
+
+def by_hand(call: SparseCall, sinks: Tensor | None, softcap: float, dtype: torch.dtype) -> list[Tensor]:
+    """The result and the gradients of q, k, v and the sinks by materialised scores, as transformers' eager attention
+    of Gemma 2 and gpt-oss writes them."""
+    q, k, v, grad = (x.to(dtype, copy=True) for x in call.tensors)
+    own = [x.requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks.to(dtype, copy=True)]))]
+    heads, repeat = q.shape[1], q.shape[1] // k.shape[1]
+    scores = q @ own[1].repeat_interleave(repeat, 1).mT * call.numbers[-1]
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~call.mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, own[3].view(1, heads, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    seen = call.mask.any(-1, keepdim=True)
+    probabilities = scores.where(seen, 0.0).softmax(-1)[..., : call.mask.shape[-1]].where(seen, 0.0)
+    out = probabilities @ own[2].repeat_interleave(repeat, 1)
+    return [out.detach(), *torch.autograd.grad(out, own, grad)]
+
+
+def with_ends(call: SparseCall, sinks: Tensor | None, softcap: float) -> list[Tensor]:
+    own = [x.detach().clone().requires_grad_() for x in (*call.tensors[:3], *([] if sinks is None else [sinks]))]
+    end = None if sinks is None else own[3]
+    out = sparse_ops.FORWARD(*own[:3], *call.args[3:], end, softcap)
+    return [out.detach(), *torch.autograd.grad(out, own, call.tensors[3])]
+
+
+def ends(seed: int, call: SparseCall) -> tuple[Tensor | None, float]:
+    """Drawn sinks and softcap, one of them at least."""
+    draw = torch.Generator().manual_seed(seed)
+    sinks = torch.randn(call.tensors[0].shape[1], generator=draw, dtype=torch.float64) * 2
+    return (None if seed % 3 == 0 else sinks.to(call.tensors[0].dtype)), (0.0 if seed % 3 == 1 else 1.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_softcaps_and_sinks_are_those_of_materialised_scores(seed: int) -> None:
+    call = drawn(seed)
+    given_ends = ends(seed, call)
+    wanted = by_hand(call, *given_ends, torch.float64)
+    assert far(with_ends(call, *given_ends), wanted) <= max(
+        BOUNDS[torch.float32], 2 * far(by_hand(call, *given_ends, torch.float32), wanted)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradcheck_of_softcaps_and_sinks(seed: int) -> None:
+    call = drawn(seed, torch.float64, batch=2, groups=1, repeat=2, rows=3, block=2, dim=2, value_dim=3)
+    sinks = torch.tensor([0.3, -0.7], dtype=torch.float64)
+    own = [x.requires_grad_() for x in (*call.tensors[:3], sinks)]
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return sparse_ops.FORWARD(q, k, v, *call.args[3:], sinks, 1.5 * (seed > 0))
+
+    assert torch.autograd.gradcheck(fn, own)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_memory_with_softcaps_and_sinks_is_planned(seed: int) -> None:
+    call = drawn(seed, groups=2, repeat=2, rows=8, block=32, dim=64, value_dim=64, table="none", bounds=(100, 0))
+    args = (*call.args, *ends(seed, call))
+    for op, own in ((sparse_ops.FORWARD, args), (sparse_ops.BACKWARD, (call.tensors[3], *args))):
+        node, _ = node_of(op, own)
+        value = node.meta["val"]
+        outs = {"out": value} if isinstance(value, Tensor) else dict(zip(("dq", "dk", "dv"), value, strict=True))
+        peak = asked(lambda op=op, own=own, outs=outs: op.overloadpacket.out(*own, **outs))
+        assert peak <= workspace_bytes(node) + 16384, "small values: a number for each query of a row"
+
+
+def test_sinks_are_sharded_by_heads() -> None:
+    call, draw = drawn(4, torch.float64, batch=2, groups=2, repeat=2, rows=2, block=4, table="none"), random.Random(0)
+    node, tensors = node_of(sparse_ops.FORWARD, (*call.args, torch.randn(4, dtype=torch.float64), 0.0))
+    found = strategies(node, 2)
+    assert len(found) > 2
+    for strategy in found:
+        assert (fault := differs(node, tensors, strategy, 2, draw)) == "", fault
+
+
+@pytest.mark.parametrize(
+    ("sinks", "softcap", "said"),
+    [
+        (torch.zeros(1), 0.0, "sinks is torch.float32 of shape .1,.; needed a score for each of 2 heads"),
+        (None, -1.0, "softcap=-1.0; needed a positive number, or 0 for none"),
+    ],
+)
+def test_ends_that_do_not_belong_are_refused(sinks: Tensor | None, softcap: float, said: str) -> None:
+    call = drawn(0, batch=1, groups=1, repeat=2, rows=2, block=4)
+    with pytest.raises(SpecError, match=said):
+        sparse_ops.FORWARD(*call.args, sinks, softcap)
