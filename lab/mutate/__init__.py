@@ -18,13 +18,22 @@ from fzero.cost.memory import account
 from fzero.errors import VerifyError
 from fzero.ir.program import Program
 from fzero.verify.rules import verify
-from lab.mutate.corpus import Case, draw, draw_coded, draw_hierarchy, draw_offloaded, draw_parallel, draw_pipeline
-from lab.mutate.kinds import AXES, CODED, HIERARCHY, KINDS, MOVES, ROLES
+from lab.mutate.corpus import (
+    Case,
+    draw,
+    draw_coded,
+    draw_hierarchy,
+    draw_offloaded,
+    draw_parallel,
+    draw_pipeline,
+    draw_windowed,
+)
+from lab.mutate.kinds import AXES, CODED, HIERARCHY, KINDS, MOVES, ROLES, WINDOWS
 from lab.mutate.oracle import Outcome, difference, executed, outcome
 
 __all__ = [
-    "AXES", "CODED", "HIERARCHY", "KINDS", "MOVES", "ROLES", "Bench", "Case", "Mutant", "Report",
-    "draw", "draw_coded", "draw_hierarchy", "draw_offloaded", "draw_parallel", "draw_pipeline", "run",
+    "AXES", "CODED", "HIERARCHY", "KINDS", "MOVES", "ROLES", "WINDOWS", "Bench", "Case", "Mutant", "Report",
+    "draw", "draw_coded", "draw_hierarchy", "draw_offloaded", "draw_parallel", "draw_pipeline", "draw_windowed", "run",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from lab.mutate import (
     KINDS,
     MOVES,
     ROLES,
+    WINDOWS,
     Report,
     draw,
     draw_coded,
@@ -22,6 +23,7 @@ from lab.mutate import (
     draw_offloaded,
     draw_parallel,
     draw_pipeline,
+    draw_windowed,
     run,
 )  # fmt: skip
 
@@ -47,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--coded", action="store_true", help="messages of blocks alone, and the kinds of mutant that only they have"
     )
+    parser.add_argument(
+        "--windows",
+        action="store_true",
+        help="block-sparse attention and losses by chunks alone, and the kinds of mutant that only they have",
+    )
 
 
 @progress.quietly()
@@ -64,6 +71,8 @@ def command(arguments: argparse.Namespace) -> int:
         kinds, source = AXES, draw_parallel
     elif arguments.coded:
         kinds, source = CODED, draw_coded
+    elif arguments.windows:
+        kinds, source = WINDOWS, draw_windowed
     shown: list[str] = []
 
     def show(report: Report) -> None:

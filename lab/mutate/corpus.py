@@ -34,6 +34,7 @@ from fzero.verify.abstract import program_meaning
 from lab.mutate import parallels
 from lab.mutate.models import MODELS, OPTIMIZERS, Model, Tx
 from lab.mutate.pipelines import PIPED, shape, tokens
+from lab.mutate.windows import windowed
 
 NOTHING: Mapping[str, Any] = {}
 HIERARCHICAL: tuple[Any, ...] = (  # values of `Spec(zero=)` on two data axes
@@ -139,6 +140,15 @@ def coded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Ca
         world = 4
     name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
     return _flat(rng, name, generator, given, world, shared=shared)
+
+
+def draw_windowed(rng: random.Random, number: int) -> Case:
+    """A model with block-sparse attention and its loss by chunks, on one rank or several."""
+    generator, model = torch.Generator().manual_seed(rng.getrandbits(31)), windowed(rng)
+    tx, world = rng.choice(("sgd", "momentum", "adam")), rng.choice((1, 2))
+    placed = {**_placed(rng, model.part, number % 3 == 0), "microbatches": rng.choice((1, 2)), "precision": "fp32",
+              "loss_chunks": rng.choice((2, 3, 4))}  # fmt: skip
+    return lowered(f"windowed {tx} world={world} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
 
 
 def draw_offloaded(rng: random.Random, number: int) -> Case:

@@ -7,7 +7,7 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from lab.mutate import axes, coded, hierarchy, moves, records, roles, room, timing, values, within
+from lab.mutate import axes, coded, hierarchy, moves, records, roles, room, timing, values, windows, within
 from lab.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -72,6 +72,26 @@ AXES: dict[str, Mutation] = {
 }
 
 # of programs whose values travel as messages of blocks
+WINDOWS: dict[str, Mutation] = {
+    "another bound to the left": on(
+        within.inside(windows.another_number("left", lambda rng, n: n + rng.choice((1, 2))))
+    ),
+    "another bound to the right": on(within.inside(windows.another_number("right", lambda rng, n: n + 1))),
+    "no bound": on(within.inside(windows.another_number("left", lambda rng, n: -1))),
+    "another block": on(within.inside(windows.another_number("block", lambda rng, n: rng.choice((1, 4, 3))))),
+    "another scale": on(within.inside(windows.another_number("scale", lambda rng, n: n * rng.choice((0.5, -1, 2))))),
+    "keys for values": on(within.inside(windows.exchanged("k", "v"))),
+    "queries for keys": on(within.inside(windows.exchanged("q", "k"))),
+    "no table": on(within.inside(windows.without("columns"))),
+    "no documents": on(within.inside(windows.without("documents"))),
+    "other tokens of a chunk": on(within.inside(windows.other_tokens)),
+    "a token less of a chunk": on(within.inside(windows.fewer_tokens)),
+    "a chunk left out": on(within.inside(windows.chunk_left_out)),
+    "chunks exchanged": on(within.inside(windows.chunks_exchanged)),
+    "a mean of a chunk": on(within.inside(windows.another_reduction)),
+    "another divisor of a chunk": on(within.inside(windows.another_loss_scale)),
+    "another bound on one rank": on(within.inside(windows.another_number("left", lambda rng, n: n + 1)), alone=True),
+}
 CODED: dict[str, Mutation] = {
     "another codec": on(coded.another_codec),
     "another divisor of messages": on(coded.another_divisor),
@@ -189,4 +209,5 @@ KINDS: dict[str, Mutation] = {
     **MOVES,
     **AXES,
     **CODED,
+    **WINDOWS,
 }

@@ -13,11 +13,13 @@ from lab.mutate import (
     HIERARCHY,
     KINDS,
     ROLES,
+    WINDOWS,
     draw,
     draw_coded,
     draw_hierarchy,
     draw_parallel,
     draw_pipeline,
+    draw_windowed,
     run,
 )
 from lab.mutate.text import damaged
@@ -72,6 +74,14 @@ def test_a_thousand_of_messages_of_blocks_are_caught_and_no_program_is_refused()
     assert sum(report.changing.values()) >= 1000
     assert [kind for kind in CODED if report.changing[kind] < 50] == []
     assert len(CODED) >= 15
+
+
+def test_three_hundred_of_windows_and_chunks_are_caught_and_no_program_is_refused() -> None:
+    report = run(count=300, seed=0, each=12, unbroken=20, kinds=tuple(WINDOWS), source=draw_windowed)
+    print(report)
+    assert report.missed == []
+    assert report.refused == []
+    assert sum(report.changing.values()) >= 300
 
 
 def test_no_text_brings_verify_to_another_end_than_an_answer() -> None:

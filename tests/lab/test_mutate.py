@@ -25,6 +25,7 @@ from lab.mutate import (
     draw_offloaded,
     draw_parallel,
     draw_pipeline,
+    draw_windowed,
     run,
 )
 from lab.mutate.corpus import Case, lowered, relay
@@ -34,8 +35,27 @@ from lab.mutate.oracle import difference, outcome
 
 # --- at random --------------------------------------------------------------------------------------------------------
 
-UNBROKEN, EACH = {draw: 8, draw_pipeline: 2, draw_hierarchy: 1, draw_offloaded: 2, draw_parallel: 1, draw_coded: 2}, 3
-ALL_UNBROKEN = {draw: 14, draw_pipeline: 3, draw_hierarchy: 2, draw_offloaded: 3, draw_parallel: 4, draw_coded: 4}
+UNBROKEN, EACH = (
+    {
+        draw: 8,
+        draw_pipeline: 2,
+        draw_hierarchy: 1,
+        draw_offloaded: 2,
+        draw_parallel: 1,
+        draw_coded: 2,
+        draw_windowed: 3,
+    },
+    3,
+)
+ALL_UNBROKEN = {
+    draw: 14,
+    draw_pipeline: 3,
+    draw_hierarchy: 2,
+    draw_offloaded: 3,
+    draw_parallel: 4,
+    draw_coded: 4,
+    draw_windowed: 5,
+}
 
 
 @pytest.fixture(scope="module")
