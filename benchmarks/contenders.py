@@ -234,7 +234,15 @@ def fzero_coded(setup: Setup, zero: int, gather: str, reduce: str) -> Step:
 
     compute = "bf16" if setup.dtype == "bf16" else None
     policy = Precision(compute=compute, gather=gather, reduce=reduce, exact=("norm.*",))  # of 1,536 elements
-    return fzero(setup, zero, precision=policy)
+    return fzero(setup, zero, precision=policy, matmul="fastest")
+
+
+def fzero_onebit(setup: Setup) -> Step:
+    """Its first phase is one step, which is not timed."""
+    from fzero import optim
+
+    onebit = optim.onebit_adam(LEARNING_RATE, warmup_steps=1, weight_decay=WEIGHT_DECAY)
+    return fzero(setup, 0, optimizer=onebit, matmul="fastest")
 
 
 def on_disk(setup: Setup) -> Step:
@@ -253,7 +261,13 @@ CONTENDERS: dict[str, Contender] = {
     "floor": Contender("floor: two processes, no communication", alone, talks=False),
     "floor_compiled": Contender("floor, compiled", partial(alone, compiled=True), talks=False, compiled=True),
     **{f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), HOME) for zero in range(4)},
-    "fzero3_fastest": Contender("fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), HOME),
+    **{
+        f"fzero{zero}_fastest": Contender(
+            f"fzero zero={zero}, matmul='fastest'", partial(fzero, zero=zero, matmul="fastest"), HOME
+        )
+        for zero in (0, 2, 3)
+    },
+    "fzero0_onebit": Contender("fzero zero=0, 1-bit Adam, second phase", fzero_onebit, HOME, coded=True),
     "fzero3_compiled": Contender(
         "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), HOME, compiled=True
     ),
