@@ -15,6 +15,7 @@ from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
+from fzero.capture.step_ops import FED_MEAN
 from fzero.codegen import matmul
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
@@ -134,7 +135,7 @@ def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[st
     products = matmul.products(graph)
     figures = matmul.figures_of(products, costs)
     made = {question: asked.deciders.product(question, figures.get(question)) for question in products}
-    chosen = {products[question] for question, choice in made.items() if choice.value == "onednn"}
+    chosen = {products[question] for question, choice in made.items() if choice.value != "torch"}
     return (matmul.rewritten(graph, chosen) if chosen else graph), made
 
 
@@ -144,6 +145,8 @@ def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
         return Choice.given(asked.wanted.reduce, "Spec(reduce=)")
     if plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions):
         return Choice("end", "there is one microbatch, or one rank of the data", IDLE)
+    if any(node.target is FED_MEAN for node in graph.gm.graph.nodes):
+        return Choice("end", "what codes of gradients lose is kept once for a step", IDLE)
     return asked.deciders.reduce(graph, plan)
 
 

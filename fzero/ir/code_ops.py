@@ -38,6 +38,10 @@ class CodeOps:
     coded: OpOverload
 
     @property
+    def name(self) -> str:
+        return self.codec.name
+
+    @property
     def per(self) -> Fraction:
         return Fraction(BLOCK, self.codec.block_bytes)
 

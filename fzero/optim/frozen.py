@@ -28,7 +28,8 @@ def freeze_nu(
 ) -> Phases[GradientTransformation]:
     """AdamW for `after` steps of the run, then AdamW whose second moment keeps its value. For `Spec(optimizer=...)`.
 
-    The phases are named "warmup" and "frozen". The state is AdamW's, in the parameters' dtypes. An element whose second
+    The phases are named "warmup" and "frozen". In the second `Precision(reduce="sign")` may code the gradients; in the
+    first they travel whole. The state is AdamW's, in the parameters' dtypes. An element whose second
     moment is still 0 is only decayed from then on.
 
     >>> phases = freeze_nu(0.1, after=1, weight_decay=0.0)
@@ -51,7 +52,7 @@ def freeze_nu(
         mu = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
         return step.updates(params, mu, state.nu, state.count), AdamState(state.count + 1, mu, state.nu)
 
-    return Phases.after(steps, ("warmup", adam), ("frozen", GradientTransformation(adam.init, frozen)))
+    return Phases.after(steps, ("warmup", adam), ("frozen", GradientTransformation(adam.init, frozen, linear=True)))
 
 
 @dataclass(frozen=True)

@@ -82,4 +82,4 @@ def sgd(
         updates = [(d * descent).to(d.dtype) for d in direction]  # a 0-d leaf would become float64
         return tree.unflatten(structure, updates), SgdState(state.count + 1, buffers)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, linear=True)

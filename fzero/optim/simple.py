@@ -59,7 +59,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         values = [plus_scaled(g, p, decay) if c else g for g, p, c in zip(leaves, old, chosen, strict=True)]
         return tree.unflatten(structure, values), state
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, linear=True)
 
 
 class ScheduleState(NamedTuple):
@@ -88,7 +88,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
         factor = rate(state.count)
         return tree.map(lambda g: (g * factor).to(g.dtype), grads), ScheduleState(state.count + 1)
 
-    return GradientTransformation(lambda params: ScheduleState(_check.zero_count(params)), update)
+    return GradientTransformation(lambda params: ScheduleState(_check.zero_count(params)), update, linear=True)
 
 
 class TraceState(NamedTuple):
@@ -117,4 +117,4 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         ahead = tree.map(lambda g, t: torch.add(g, t, alpha=decay), grads, held) if nesterov else held
         return ahead, TraceState(held)
 
-    return GradientTransformation(lambda params: TraceState(tree.map(torch.zeros_like, params)), update)
+    return GradientTransformation(lambda params: TraceState(tree.map(torch.zeros_like, params)), update, linear=True)

@@ -43,7 +43,9 @@ class GradientTransformation(NamedTuple):
 
     takes: which gradients `update` gets in a `Spec`: "mean", over all ranks, or "local", this rank's own. From local
     ones it computes updates that are the same on every rank, as with `fzero.coded_mean`. What differs between ranks
-    is kept in leaves that `init` marks by `fzero.per_rank`.
+    is kept in leaves that `init` marks by `fzero.per_rank`. linear: whether updates are linear in what gradients bring.
+    Then gradients may bring what earlier codes of them have lost (`Precision(reduce="sign")`); squares of that would
+    spoil a second moment.
 
     >>> sign = GradientTransformation(lambda params: (), lambda g, state, p: (tree.map(torch.sign, g), state))
     >>> sign.update([torch.tensor(-3.0)], sign.init([]), [])
@@ -53,6 +55,7 @@ class GradientTransformation(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     takes: str = "mean"
+    linear: bool = False
 
 
 def identity() -> GradientTransformation:
@@ -61,7 +64,7 @@ def identity() -> GradientTransformation:
     >>> identity().update([1], (), [0])
     ([1], ())
     """
-    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
+    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state), linear=True)
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
@@ -72,7 +75,9 @@ def scale(factor: float | Tensor) -> GradientTransformation:
     """
     factor = _check.hyper("scale: factor", factor, low=-float("inf"), above=True)
     return GradientTransformation(
-        lambda params: (), lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state)
+        lambda params: (),
+        lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state),
+        linear=True,
     )
 
 
@@ -109,7 +114,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(part)
         return grads, tuple(states)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, linear=all(tx.linear for tx in transformations))
 
 
 def global_norm(values: PyTree) -> Tensor:
