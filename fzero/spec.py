@@ -16,6 +16,7 @@ from fzero.field_checks import needs
 from fzero.ir.mesh import DATA
 from fzero.kernels.codecs import CODECS
 from fzero.optim import GradientTransformation
+from fzero.optim.transform import REFUSE
 from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
 from fzero.plan.memory_use import MemoryUse
@@ -294,12 +295,13 @@ def _check_local(spec: Spec) -> None:
 def _check_feedback(spec: Spec) -> None:
     """Raises SpecError for a field that does not go with gradients whose codes feed back what they lose."""
     asked = f"Precision(reduce={spec.numerics.policy.reduce!r})"
-    if spec.step is None and not any(tx.linear for tx in each_of(spec.optimizer)):
+    if spec.step is None and any(tx.feedback == REFUSE for tx in each_of(spec.optimizer)):
         raise SpecError(
             f"{asked}: what signs lose is sent with the next gradients, and this optimizer squares them or is not "
             "known to be linear in them: it would train worse than without. Give fzero.optim.freeze_nu(lr, after=...), "
             "whose second moment is frozen after a warm-up with whole gradients, or sgd; an own "
-            "GradientTransformation says linear=True. Or take reduce='int8', which needs no feedback"
+            "GradientTransformation that is linear says feedback='fed', one of a warm-up feedback='whole'. Or take "
+            "reduce='int8', which needs no feedback"
         )
     if spec.reduce == "each":
         raise SpecError(

@@ -23,6 +23,7 @@ from fzero.capture.provenance import defined_at
 from fzero.error_feedback import first_error
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.functional import with_metrics
+from fzero.optim.transform import FED
 from fzero.precision import LOW, Precision
 from fzero.spec import Spec
 
@@ -106,11 +107,11 @@ class Training:
         return (train, frozen) if tree.flatten(frozen)[1] else (params, None)
 
     def _codes(self, state: Any) -> tuple[Precision, Any]:
-        """(the policy of this phase, what earlier codes have lost): an optimizer that may not have that fed back gets
-        whole gradients."""
+        """(the policy of this phase, what earlier codes have lost): an optimizer that wants whole gradients gets
+        them."""
         if not self.precision.feeds_back:
             return self.precision, None
-        if self.optimizer.linear:
+        if self.optimizer.feedback == FED:
             return self.precision, state["error"]
         return replace(self.precision, reduce=None, exact=self.precision.exact if self.precision.gather else None), None
 

@@ -14,7 +14,7 @@ from fzero import tree
 from fzero.optim import _check, _ops
 from fzero.optim.adam import AdamState, adamw
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree
+from fzero.optim.transform import FED, WHOLE, GradientTransformation, PyTree
 from fzero.phases import Phases
 
 
@@ -52,7 +52,11 @@ def freeze_nu(
         mu = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
         return step.updates(params, mu, state.nu, state.count), AdamState(state.count + 1, mu, state.nu)
 
-    return Phases.after(steps, ("warmup", adam), ("frozen", GradientTransformation(adam.init, frozen, linear=True)))
+    return Phases.after(
+        steps,
+        ("warmup", adam._replace(feedback=WHOLE)),
+        ("frozen", GradientTransformation(adam.init, frozen, feedback=FED)),
+    )
 
 
 @dataclass(frozen=True)
