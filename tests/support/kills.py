@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[], dict[str, Any]]] = {  # fields of the Spec
     "onebit": lambda: {"optimizer": fzero.optim.onebit_adam(1e-2, warmup_steps=SWITCH), "zero": 0},
     "sign": lambda: {
         "optimizer": fzero.optim.freeze_nu(1e-2, after=SWITCH), "zero": 2, "clip_norm": 1.0,
-        "precision": fzero.Precision(reduce="sign", exact=()),
+        "precision": fzero.Precision(reduce="sign"),
     },
 }  # fmt: skip
 GRACE_SECONDS = 10.0  # that the survivors have, after SIGTERM, before SIGKILL
