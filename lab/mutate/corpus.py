@@ -136,7 +136,7 @@ def coded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Ca
     given: dict[str, Any] = {"precision": policy}
     world = rng.choice((2, 2, 3, 4))
     if rng.random() < 0.34:
-        given = {"precision": replace(policy, reduce="sign", exact=("b*",)), "reduce": None}
+        given = {"precision": replace(policy, reduce="sign"), "reduce": None}
         name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
         return _flat(rng, name, generator, given, world, shared=shared, optimizers=("sgd", "momentum"))
     if rng.random() < 0.34:

@@ -35,33 +35,30 @@ def _in_one(rng: random.Random, p: Program, change: Callable[[fx.Graph, fx.Node]
     return changed(p, index, edit)
 
 
-def not_added(rng: random.Random, p: Program) -> Program | None:
-    """What earlier codes have lost of a gradient is not added to it."""
+def _times(factor: int) -> Callable[[fx.Graph, fx.Node], bool]:
+    """A change: the error is added so many times."""
 
     def change(graph: fx.Graph, error: fx.Node) -> bool:
-        node = next(iter(error.users))
-        while node.target is not aten.add.Tensor:
-            node = next(iter(node.users))
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        return True
+        left = [error]
+        while left:
+            node = left.pop()
+            if node.target in (aten.add.Tensor, aten.add.out):
+                node.update_kwarg("alpha", factor)
+                return True
+            left += node.users
+        return False
 
-    return _in_one(rng, p, change)
+    return change
+
+
+def not_added(rng: random.Random, p: Program) -> Program | None:
+    """What earlier codes have lost of a gradient is not added to it."""
+    return _in_one(rng, p, _times(0))
 
 
 def added_twice(rng: random.Random, p: Program) -> Program | None:
     """What earlier codes have lost is added twice."""
-
-    def change(graph: fx.Graph, error: fx.Node) -> bool:
-        node = next(iter(error.users))
-        while node.target is not aten.add.Tensor:
-            node = next(iter(node.users))
-        with graph.inserting_after(node):
-            again = graph.call_function(node.target, (node, node.all_input_nodes[1]))
-        again.meta = {**node.meta}
-        node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
-        return True
-
-    return _in_one(rng, p, change)
+    return _in_one(rng, p, _times(2))
 
 
 def kept_whole(rng: random.Random, p: Program) -> Program | None:
