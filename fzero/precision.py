@@ -133,6 +133,8 @@ class Precision:
         may have these, as `optim.freeze_nu` after its warm-up, or `optim.sgd`.
     gather: a codec for parameters: the loss is computed on what they are once they were encoded and decoded, and their
         messages are gathered. Gradients pass it straight through.
+    sums: a codec for sums of activations over axes that cut dims, as those of tensor parallelism: each rank sends
+        messages, and they are added in fp32. Values without rows of 64 elements are summed as they are.
     exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, those of `keep`, and
         embeddings, which are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte",
         "wpe" or "shared".
@@ -151,6 +153,7 @@ class Precision:
     loss_scale: LossScale | None = None
     cast_batch: bool = True
     gather: str | None = None
+    sums: str | None = None
     exact: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
@@ -178,6 +181,8 @@ class Precision:
                 f"Precision(gather={self.gather!r}): needed one of {', '.join(_CODECS)} or None. A dtype in which "
                 "parameters are gathered is compute="
             )
+        if self.sums is not None and self.sums not in _CODECS:
+            raise SpecError(f"Precision(sums={self.sums!r}): needed one of {', '.join(_CODECS)} or None")
         if self.exact is not None:
             path_rules("exact", self.exact, "**/norm*/**")
             if self.gather is None and self.reduce not in CODECS:

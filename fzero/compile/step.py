@@ -38,6 +38,7 @@ from fzero.pipeline import Schedule
 from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
+from fzero.shard.coded_sums import coded_sums
 from fzero.spec import Spec
 
 
@@ -96,6 +97,8 @@ def _lower(
     )
     wanted = asked.wanted
     local, sharding = local_step(graph, plan, wanted.sequence)
+    if sharding is not None and (codec := step.precision.sums) is not None:
+        local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
     local = spelled(local)
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))

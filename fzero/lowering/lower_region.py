@@ -49,7 +49,7 @@ class RegionBuilder:
         for i, (bucket, slot) in self.place.items():
             self.slots.setdefault(bucket, {})[i] = slot
         self.dtype = {bucket: region.values[i].dtype for i, (bucket, _) in self.place.items()}
-        self.fed = {i: user for i in self.place for user in self._users(i) if user.target is FED_MEAN}
+        self.fed = {i: u for i in self.place for u in self._users(i) if u.target is FED_MEAN}
         self.wire = {bucket: self._wire(i, bucket) for i, (bucket, _) in self.place.items()}
         lies = {bucket: b.plan.bucket_layouts[bucket] for bucket in self.dtype}
         self.steps = {bucket: transitions(row.grad, row.rest) for bucket, row in lies.items()}
@@ -120,8 +120,7 @@ class RegionBuilder:
         for name in self.dtype:
             grad = f"{self.name}.grad:{name}.{m}"
             why = f"gradients of {name}"
-            each = self.reduce == "each"
-            if each:
+            if each := self.reduce == "each":
                 reduced = self._reduced(grad, m, why)
                 first = self.first.setdefault(name, reduced)
                 if m:
@@ -140,9 +139,8 @@ class RegionBuilder:
                     final = b.whole(final, "grad", f"whole {why}")
                 for i, index in self.slots[name].items():
                     slot = b.plan.buckets[name].slots[index]
-                    for user in self._users(i):
-                        for read in (user,) if i not in self.fed else (u for u in user.users if u.args[1] == 0):
-                            b.where[read] = Ref(final, slot.start, slot.stop, slot.shape)
+                    reads = self._users(i) if i not in self.fed else [u for u in self.fed[i].users if not u.args[1]]
+                    b.where.update(dict.fromkeys(reads, Ref(final, slot.start, slot.stop, slot.shape)))
 
     def _reduced(self, grad: str, m: int, why: str) -> str:
         """Emits the first of the transfers that sum a microbatch's gradient bucket over ranks. Returns the buffer of
