@@ -206,9 +206,8 @@ def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tenso
     params, buffers, apply = from_module(setup.model())
     spec = Spec(
         loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
-        optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         zero=zero,
-        **{"precision": setup.dtype, **options},
+        **{"optimizer": optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY), "precision": setup.dtype, **options},
     )
     return params, spec
 
@@ -230,11 +229,14 @@ def fzero(setup: Setup, zero: int, **options: Any) -> Step:
 
 
 def fzero_coded(setup: Setup, zero: int, gather: str, reduce: str) -> Step:
-    from fzero import Precision
+    from fzero import Precision, optim
 
     compute = "bf16" if setup.dtype == "bf16" else None
     policy = Precision(compute=compute, gather=gather, reduce=reduce, exact=("norm.*",))  # of 1,536 elements
-    return fzero(setup, zero, precision=policy, matmul="fastest")
+    more = {}
+    if reduce == "sign":  # after a first step with whole gradients, which is not timed
+        more["optimizer"] = optim.freeze_nu(LEARNING_RATE, after=1, weight_decay=WEIGHT_DECAY)
+    return fzero(setup, zero, precision=policy, matmul="fastest", **more)
 
 
 def fzero_onebit(setup: Setup) -> Step:
@@ -308,6 +310,7 @@ CONTENDERS: dict[str, Contender] = {
             (2, "int8", "int8"),
             (2, "int8", "int4"),
             (2, "int4", "int4"),
+            (2, "int8", "sign"),
             (3, "int8", "int8"),
             (3, "int8", "int4"),
             (3, "int4", "int4"),
