@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[Batch], Tensor]  # one optimizer step; the loss of this rank's batch, before the step
 
+FROZEN_RATE = LEARNING_RATE / 1000  # by a second moment of one step: time is measured, `coded_loss` has the losses
 ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
 
 
@@ -235,7 +236,7 @@ def fzero_coded(setup: Setup, zero: int, gather: str, reduce: str) -> Step:
     policy = Precision(compute=compute, gather=gather, reduce=reduce, exact=("norm.*",))  # of 1,536 elements
     more = {}
     if reduce == "sign":  # after a first step with whole gradients, which is not timed
-        more["optimizer"] = optim.freeze_nu(LEARNING_RATE, after=1, weight_decay=WEIGHT_DECAY)
+        more["optimizer"] = optim.freeze_nu(FROZEN_RATE, after=1, weight_decay=WEIGHT_DECAY)
     return fzero(setup, zero, precision=policy, matmul="fastest", **more)
 
 
@@ -243,7 +244,7 @@ def fzero_onebit(setup: Setup) -> Step:
     """Its first phase is one step, which is not timed."""
     from fzero import optim
 
-    onebit = optim.onebit_adam(LEARNING_RATE, warmup_steps=1, weight_decay=WEIGHT_DECAY)
+    onebit = optim.onebit_adam(FROZEN_RATE, warmup_steps=1, weight_decay=WEIGHT_DECAY)
     return fzero(setup, 0, optimizer=onebit, matmul="fastest")
 
 
