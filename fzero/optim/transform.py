@@ -22,6 +22,7 @@ differentiate through a chain, and `vmap` over it.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -224,6 +225,7 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(rule, str) for rule in mask):
         return _by_rules(where, mask, paths)
     if callable(mask):
+        _check_takes_path_and_leaf(where, mask)
         flags = [mask(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     else:
         flag_paths, flags, flag_structure = tree.flatten(mask)
@@ -238,6 +240,21 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
         if not isinstance(flag, bool):
             raise SpecError(f"{where}: mask says {_check.kind(flag)} for {path!r}, but it must say True or False")
     return flags
+
+
+def _check_takes_path_and_leaf(where: str, mask: Callable[..., Any]) -> None:
+    """Raises SpecError for a mask that cannot be called with a path and a leaf, such as optax's of all parameters."""
+    try:
+        inspect.signature(mask).bind("path", "leaf")
+    except TypeError:
+        name = getattr(mask, "__name__", _check.kind(mask))
+        raise SpecError(
+            f"{where}: mask is called with a path and its leaf, and {name}{inspect.signature(mask)} does not take them. "
+            "Write mask=lambda path, leaf: leaf.ndim > 1, or path rules such as mask=['**/weight']. (A function of all "
+            "parameters, as in optax: give what it returns for them)"
+        ) from None
+    except ValueError:  # a function without a signature
+        return
 
 
 def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:
