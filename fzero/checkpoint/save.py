@@ -80,11 +80,17 @@ def save(
 ) -> Path:
     """Writes a checkpoint of `state` into a new directory, `directory/step-00000120`, and returns its path. Collective.
 
+    state: of a step; it can be used afterwards.
+
+    directory: of the run, on a file system that all ranks share.
+
     extra: any JSON (dict, list, str, int, float, bool, None), such as the position in the data; the same on every rank.
 
     keep: how many checkpoints to keep, this one and the newest of the others. None: all of them.
 
-    Every rank calls it, and `directory` must be on a file system that all of them share. Older checkpoints stay as they
+    disk: the calls that write files, for tests.
+
+    Every rank calls it. Older checkpoints stay as they
     are until this one is committed. The same step with the same contents again is no error.
 
     Raises CheckpointError on every rank if one of them fails. Raises DonatedError for a state that a step consumed,

@@ -98,7 +98,9 @@ class DeepSpeed(Source):
         self.like: dict[str, Any] = self._like(order, set(sizes), columns)
         known = ("module", "param_shapes", "buffer_names", "ds_config", "optimizer", "frozen_param_shapes",
                  "frozen_param_fragments", "shared_params", "lr_scheduler", "data_sampler", "random_ltd")  # fmt: skip
-        self.extra: dict[str, Any] = {name: value for name, value in model[0].items() if name not in known and _plain(value)}
+        self.extra: dict[str, Any] = {
+            name: value for name, value in model[0].items() if name not in known and _plain(value)
+        }
         self.tied: dict[str, str] = dict(model[0].get("shared_params") or {})
         if model[0].get("buffer_names"):
             log.warning("fzero: %s: %d buffers are left out", self.path, len(model[0]["buffer_names"]))

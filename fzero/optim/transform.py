@@ -249,9 +249,9 @@ def _check_takes_path_and_leaf(where: str, mask: Callable[..., Any]) -> None:
     except TypeError:
         name = getattr(mask, "__name__", _check.kind(mask))
         raise SpecError(
-            f"{where}: mask is called with a path and its leaf, and {name}{inspect.signature(mask)} does not take them. "
-            "Write mask=lambda path, leaf: leaf.ndim > 1, or path rules such as mask=['**/weight']. (A function of all "
-            "parameters, as in optax: give what it returns for them)"
+            f"{where}: mask is called with a path and its leaf, and {name}{inspect.signature(mask)} does not take "
+            "them. Write mask=lambda path, leaf: leaf.ndim > 1, or path rules such as mask=['**/weight']. (For a "
+            "function of all parameters, as in optax, give its result)"
         ) from None
     except ValueError:  # a function without a signature
         return

@@ -155,9 +155,7 @@ def compilers() -> Iterator[Finding]:
                   "apt install g++" if lack else "")  # fmt: skip
     triton = _version("triton")
     if not torch.cuda.is_available():
-        text = (
-            f"{triton}, not tried: there is no CUDA device" if triton else "not installed: only CUDA devices use it"
-        )
+        text = f"{triton}, not tried: there is no CUDA device" if triton else "not installed: only CUDA devices use it"
         yield Finding("triton", "ok", text)
         return
     lack = inductor_lacks("cuda")
