@@ -126,9 +126,9 @@ def save(
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
     """Returns this rank's parts of a state, copied to host memory, for `write` to write while training goes on.
 
-    It is no collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more. Its
-    memory is taken, since touching new memory costs more than copying. Raises DonatedError, and CheckpointError for an
-    `extra` that is no JSON.
+    It is no collective: a rank that fails raises alone. state: of a step. extra: as in `save`. reuse: an earlier
+    snapshot that is not needed any more. Its memory is taken, since touching new memory costs more than copying. Raises
+    DonatedError, and CheckpointError for an `extra` that is no JSON.
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.checkpoint.snapshot needs a State, got {type(state).__name__}")
@@ -145,7 +145,8 @@ def write(
 ) -> Path:
     """Writes a snapshot, as `fzero.save` does, and returns the checkpoint's directory. Collective.
 
-    It may run in any thread. group: a gloo group that nothing else uses meanwhile; None: the default group.
+    It may run in any thread. snapshot: of this rank. directory, keep, disk: as in `save`. group: a gloo group that
+    nothing else uses meanwhile; None: the default group.
     """
     world_size = len(snapshot.manifest.shards)
     return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())

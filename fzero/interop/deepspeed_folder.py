@@ -151,9 +151,9 @@ def deepspeed(
     The leaves are fp32 `params/NAME`, `opt_state/mu/NAME`, `opt_state/nu/NAME`, and `opt_state/count`. `step` comes
     along, and so does `extra`, the plain JSON in the client state.
 
-    folder: the argument of `save_checkpoint` (its `latest` names the tag), or the tag's directory. moments=False: the
-    parameters alone. allow: further names of classes to which the pickles may refer, as those of a client state; their
-    objects are dropped. timeout: seconds for the child process that looks into the pickles.
+    folder: the argument of `save_checkpoint` (its `latest` names the tag), or the tag's directory. moments: False reads
+    only the parameters. allow: further names of classes to which the pickles may refer, as those of a client state;
+    their objects are dropped. timeout: seconds for the child process that looks into the pickles.
 
     Raises CorruptError for damaged or malicious files. Raises CheckpointError for a checkpoint that is not supported:
     tensor, pipeline and expert parallelism, universal checkpoints, optimizers that are no Adam.

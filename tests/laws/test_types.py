@@ -10,7 +10,7 @@ import pytest
 from pages import FOLDER, ROOT
 
 USES = ROOT / "tests" / "support" / "typed_uses.py"
-DESCRIBED = ("fzero", "fzero.data")  # modules with an entry for each parameter
+DESCRIBED = ("fzero", "fzero.data", "fzero.interop", "fzero.checkpoint")  # modules with an entry for each parameter
 
 
 @pytest.fixture
