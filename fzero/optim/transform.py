@@ -66,7 +66,7 @@ def identity() -> GradientTransformation:
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
-    """Returns a transformation that multiplies every leaf by a finite number or a scalar tensor; dtypes are kept.
+    """Returns a transformation that multiplies every leaf; dtypes are kept. factor: a finite number or a scalar tensor.
 
     >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
     ([tensor(-6.)], ())
@@ -80,6 +80,7 @@ def scale(factor: float | Tensor) -> GradientTransformation:
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Returns a transformation that applies the given ones one after another; its state is the tuple of their states.
 
+    transformations: in their order.
     An empty chain is the identity. Raises `SpecError` for an argument that is not a transformation, and `TreeError` for
     a state of another length.
 
@@ -117,7 +118,7 @@ def global_norm(values: PyTree) -> Tensor:
     """Returns the L2 norm of all leaves together, summed in float64 leaf by leaf in the tree's order: 0-d, float64 if a
     leaf is float64, else float32.
 
-    Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
+    values: a pytree. Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
@@ -129,7 +130,7 @@ def global_norm(values: PyTree) -> Tensor:
 def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scales all leaves by `min(1, max_norm / (global_norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    `max_norm` is greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
+    max_norm: greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
 
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0, 4.0])], (), None)
     ([tensor([0.6000, 0.8000])], ())
@@ -147,6 +148,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
 def apply_updates(params: PyTree, updates: PyTree, seed: Tensor | None = None) -> PyTree:
     """Returns `params + updates`, leaf by leaf, in each parameter's dtype.
 
+    params, updates: pytrees of one structure. seed: scalar int64, for bfloat16 leaves.
     bfloat16 leaves are rounded to nearest without a `seed`. With a `seed` the sum is computed in float32 and rounded up
     or down at random by `stochastic_round`, so that small updates are not lost. The seed is scalar int64 and differs at
     every step; a count will do. Adam's updates come to `delta(new, p)`: in a captured step `apply_delta(p, delta(new,
@@ -177,9 +179,9 @@ def _moved(p: Tensor, update: Tensor, seed: Tensor | None) -> Tensor:
 def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Returns a transformation that applies `tx` to the selected leaves; other updates pass unchanged.
 
-    `mask` is a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree of bools with the
-    structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over `params` with `None`
-    for the other leaves. So the other leaves take no memory.
+    tx: a transformation. mask: a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree
+    of bools with the structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over
+    `params` with `None` for the other leaves. So the other leaves take no memory.
 
     Raises `SpecError` for a rule that matches no leaf and for a mask of another structure, `TreeError` for gradients
     unlike `params`.
