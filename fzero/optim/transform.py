@@ -22,6 +22,7 @@ differentiate through a chain, and `vmap` over it.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -71,7 +72,7 @@ def identity() -> GradientTransformation:
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
-    """Returns a transformation that multiplies every leaf by a finite number or a scalar tensor; dtypes are kept.
+    """Returns a transformation that multiplies every leaf; dtypes are kept. factor: a finite number or a scalar tensor.
 
     >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
     ([tensor(-6.)], ())
@@ -87,6 +88,7 @@ def scale(factor: float | Tensor) -> GradientTransformation:
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Returns a transformation that applies the given ones one after another; its state is the tuple of their states.
 
+    transformations: in their order.
     An empty chain is the identity. Raises `SpecError` for an argument that is not a transformation, and `TreeError` for
     a state of another length.
 
@@ -126,7 +128,7 @@ def global_norm(values: PyTree) -> Tensor:
     """Returns the L2 norm of all leaves together, summed in float64 leaf by leaf in the tree's order: 0-d, float64 if a
     leaf is float64, else float32.
 
-    Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
+    values: a pytree. Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
@@ -138,7 +140,7 @@ def global_norm(values: PyTree) -> Tensor:
 def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scales all leaves by `min(1, max_norm / (global_norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    `max_norm` is greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
+    max_norm: greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
 
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0, 4.0])], (), None)
     ([tensor([0.6000, 0.8000])], ())
@@ -156,6 +158,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
 def apply_updates(params: PyTree, updates: PyTree, seed: Tensor | None = None) -> PyTree:
     """Returns `params + updates`, leaf by leaf, in each parameter's dtype.
 
+    params, updates: pytrees of one structure. seed: scalar int64, for bfloat16 leaves.
     bfloat16 leaves are rounded to nearest without a `seed`. With a `seed` the sum is computed in float32 and rounded up
     or down at random by `stochastic_round`, so that small updates are not lost. The seed is scalar int64 and differs at
     every step; a count will do. Adam's updates come to `delta(new, p)`: in a captured step `apply_delta(p, delta(new,
@@ -186,9 +189,9 @@ def _moved(p: Tensor, update: Tensor, seed: Tensor | None) -> Tensor:
 def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Returns a transformation that applies `tx` to the selected leaves; other updates pass unchanged.
 
-    `mask` is a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree of bools with the
-    structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over `params` with `None`
-    for the other leaves. So the other leaves take no memory.
+    tx: a transformation. mask: a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree
+    of bools with the structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over
+    `params` with `None` for the other leaves. So the other leaves take no memory.
 
     Raises `SpecError` for a rule that matches no leaf and for a mask of another structure, `TreeError` for gradients
     unlike `params`.
@@ -234,6 +237,7 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(rule, str) for rule in mask):
         return _by_rules(where, mask, paths)
     if callable(mask):
+        _check_takes_path_and_leaf(where, mask)
         flags = [mask(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     else:
         flag_paths, flags, flag_structure = tree.flatten(mask)
@@ -248,6 +252,21 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
         if not isinstance(flag, bool):
             raise SpecError(f"{where}: mask says {_check.kind(flag)} for {path!r}, but it must say True or False")
     return flags
+
+
+def _check_takes_path_and_leaf(where: str, mask: Callable[..., Any]) -> None:
+    """Raises SpecError for a mask that cannot be called with a path and a leaf, such as optax's of all parameters."""
+    try:
+        inspect.signature(mask).bind("path", "leaf")
+    except TypeError:
+        name = getattr(mask, "__name__", _check.kind(mask))
+        raise SpecError(
+            f"{where}: mask is called with a path and its leaf, and {name}{inspect.signature(mask)} does not take "
+            "them. Write mask=lambda path, leaf: leaf.ndim > 1, or path rules such as mask=['**/weight']. (For a "
+            "function of all parameters, as in optax, give its result)"
+        ) from None
+    except ValueError:  # a function without a signature
+        return
 
 
 def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:
