@@ -19,6 +19,9 @@ class Calls(Protocol):
     def available(self) -> bool:
         """Whether this torch sees such a device."""
 
+    def traceable(self) -> bool:
+        """Whether fake tensors of such a device can be traced here, with their backward."""
+
     def current(self, device: torch.device) -> AbstractContextManager[object]:
         """A context in which kernels are launched on the device."""
 
@@ -42,6 +45,10 @@ class HostCalls:
     """The processor: what it is given is done when the call returns."""
 
     def available(self) -> bool:
+        """True."""
+        return True
+
+    def traceable(self) -> bool:
         """True."""
         return True
 
@@ -74,6 +81,11 @@ class CudaCalls:
     def available(self) -> bool:
         """See `Calls`."""
         return torch.cuda.is_available()
+
+    def traceable(self) -> bool:
+        """See `Calls`. True also in a process that `fzero fake-cuda` started."""
+        found = torch.accelerator.current_accelerator()
+        return found is not None and found.type == CUDA.name
 
     def current(self, device: torch.device) -> AbstractContextManager[object]:
         """See `Calls`."""

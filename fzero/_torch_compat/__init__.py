@@ -17,6 +17,7 @@ from fzero._torch_compat.compute import (
     kernel_of,
     product_precision,
 )
+from fzero._torch_compat.fake_cuda import fake_cuda_attention, fake_cuda_library
 from fzero._torch_compat.fakes import (
     fake_by_kernel,
     fake_detached,
@@ -101,6 +102,8 @@ __all__ = [
     "default_store",
     "distributions_unchecked",
     "fake_by_kernel",
+    "fake_cuda_attention",
+    "fake_cuda_library",
     "fake_detached",
     "fake_empty",
     "fake_of_form",
