@@ -28,6 +28,7 @@ from fzero._torch_compat.fakes import (
     is_fake,
     quiet_fakes,
 )
+from fzero._torch_compat.inductor_count import inductor_count
 from fzero._torch_compat.process import (
     allocations,
     default_store,
@@ -120,6 +121,7 @@ __all__ = [
     "in_make_fx",
     "inductor_cache_dir",
     "inductor_compile",
+    "inductor_count",
     "inductor_lacks",
     "inductor_rounds",
     "is_fake",

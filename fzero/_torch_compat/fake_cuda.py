@@ -1,9 +1,10 @@
 """fake_cuda: fake tensors of CUDA in a torch that has no CUDA: the library that a process loads before torch, and what
 torch's C++ would choose there.
 
-`fake_cuda.cpp` stands for the guard of a device and for the hooks that say that there is one (`DeviceGuardImplInterface`,
-`CUDAHooksInterface`: 2.13.0). torch asks for both once, so they must be there first: `LD_PRELOAD=<library>`. In such a
-process `torch.accelerator.current_accelerator()` is cuda, and `torch.cuda.is_available()` is still false.
+`fake_cuda.cpp` stands for the guard of a device, and for the hooks that say that there is one
+(`DeviceGuardImplInterface`, `CUDAHooksInterface`: 2.13.0). torch asks for both once, so they must be there first:
+`LD_PRELOAD=<library>`. In such a process `torch.accelerator.current_accelerator()` is cuda, and
+`torch.cuda.is_available()` is still false.
 """
 
 from __future__ import annotations

@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from fzero import backend
+from fzero._torch_compat import inductor_count
 from fzero.codegen import inplace, out_forms, segment_memory
 from fzero.codegen.fusion import Fused, fuse
 from fzero.cost.memory import account
-from fzero.cost.node_work import Work, seconds, with_copies, work_of
+from fzero.cost.node_work import CallWork, seconds, with_copies, work_of
 from fzero.cost.rates import Rates
 from fzero.cost.tensor_cores import ALIGNED_BYTES
+from fzero.errors import FzeroError
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
@@ -29,8 +32,8 @@ WORK = ("product", "attention", "update")  # kinds whose time is not that of mov
 
 
 @dataclass(frozen=True)
-class Row:
-    """The calls of one kind in a step (`fzero.cost.node_work.Work`). seconds: predicted."""
+class KindRow:
+    """The calls of one kind in a step (`fzero.cost.node_work.CallWork`). seconds: predicted."""
 
     kind: str
     calls: int = 0
@@ -41,7 +44,7 @@ class Row:
     flops: int = 0
     seconds: float = 0.0
 
-    def plus(self, work: Work, taken: float, times: int) -> Row:
+    def plus(self, work: CallWork, taken: float, times: int) -> KindRow:
         """The row with so many calls more, of `taken` seconds each."""
         more = {"calls": 1, "kernels": work.kernels, "read": work.read, "written": work.written, "copied": work.copied}
         more["flops"] = work.flops
@@ -60,14 +63,14 @@ class Roofline:
     cores cannot take as they are, as text. peak: planned bytes of a rank. clusters: how many of the program's are
     different, each compiled once. Print it."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[KindRow, ...]
     unaligned: tuple[str, ...]
     peak: int
     clusters: int = 0
 
-    def __getitem__(self, kind: str) -> Row:
+    def __getitem__(self, kind: str) -> KindRow:
         """The row of a kind; one without calls where there is none."""
-        return next((row for row in self.rows if row.kind == kind), Row(kind))
+        return next((row for row in self.rows if row.kind == kind), KindRow(kind))
 
     @property
     def seconds(self) -> float:
@@ -86,7 +89,7 @@ class Roofline:
 
     @property
     def between(self) -> int:
-        """Bytes that are moved between products, attention and updates: all but theirs. Copies of their results count."""
+        """Bytes moved between products, attention and updates: all but theirs. Copies of their results count."""
         return sum(row.copied if row.kind in WORK else row.nbytes for row in self.rows)
 
     def __str__(self) -> str:
@@ -116,11 +119,11 @@ def roofline(
     """
     with_clusters, pool = fuse(program, how)
     done = Counter((op.segment, inplace.apart(op)) for op in program.ops if op.segment)
-    rows: dict[str, Row] = {}
+    rows: dict[str, KindRow] = {}
     unaligned: Counter[str] = Counter()
     for (key, apart), times in done.items():
         for work in _of_segment(with_clusters.get(key, program.segments[key]), apart, counted or {}):
-            rows[work.kind] = rows.get(work.kind, Row(work.kind)).plus(work, seconds(work, rates), times)
+            rows[work.kind] = rows.get(work.kind, KindRow(work.kind)).plus(work, seconds(work, rates), times)
             if work.product is not None and work.product.itemsize == 2 and not work.product.aligned:
                 unaligned[str(work.product)] += times
     ordered = sorted(rows.values(), key=lambda row: -row.seconds)
@@ -128,9 +131,28 @@ def roofline(
     return Roofline(tuple(ordered), texts, account(program).peak, len(pool))
 
 
+def counted_by_inductor(program: Program, how: str) -> dict[str, tuple[int, int]]:
+    """{digest of a cluster: (kernels, the bytes that they move)}, by the code that Inductor writes for an H100.
+
+    Raises FzeroError outside of a process of `fzero fake-cuda`.
+    """
+    cuda = backend.CUDA.calls
+    if cuda.available() or not cuda.traceable():
+        raise FzeroError("Inductor's code for CUDA is counted in a process of `fzero fake-cuda SCRIPT`: start it so")
+    return {digest: _by_inductor(cluster.graph) for digest, cluster in fuse(program, how)[1].items()}
+
+
+def _by_inductor(gm: fx.GraphModule) -> tuple[int, int]:
+    """Inductor counts what a kernel writes into a given tensor as read too: that is taken off again."""
+    holders = fx_nodes.placeholders(gm.graph)
+    kernels, nbytes = inductor_count(gm, [n.meta["val"] for n in holders])
+    given = [n for n in holders if n.users and all(n in fx_nodes.mutated(user) for user in n.users)]
+    return kernels, nbytes - sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in given)
+
+
 def _of_segment(
     gm: fx.GraphModule, apart: frozenset[int], counted: Mapping[str, tuple[int, int]]
-) -> Iterator[Work]:
+) -> Iterator[CallWork]:
     """What each call of a segment does, in order."""
     plan = segment_memory.layout(gm, apart)
     for node in gm.graph.nodes:
@@ -142,12 +164,14 @@ def _of_segment(
             yield _with_copies(node, work_of(node))
 
 
-def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> Work:
+def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> CallWork:
     work = replace(work_of(node), kind="cluster")
-    if node.target.digest in counted:
-        kernels, nbytes = counted[node.target.digest]
+    cluster = node.target
+    assert isinstance(cluster, Fused)
+    if cluster.digest in counted:
+        kernels, nbytes = counted[cluster.digest]
         return replace(work, kernels=kernels, read=nbytes - work.written)
-    inside = [n for n in node.target.graph.graph.nodes if fx_nodes.is_compute(n)]
+    inside = [n for n in cluster.graph.graph.nodes if fx_nodes.is_compute(n)]
     reductions = sum(of(n.target).fusion == "loop" and not fx_nodes.is_pointwise(n) for n in inside)
     return replace(work, kernels=max(1, reductions))
 
@@ -160,7 +184,7 @@ def _lies_there(node: fx.Node, plan: segment_memory.SegmentMemory) -> bool:
     return {plan.homes.get(key) for key in fx_values.memory(fx_nodes.operand(node, 1))} == {into}
 
 
-def _with_copies(node: fx.Node, work: Work) -> Work:
+def _with_copies(node: fx.Node, work: CallWork) -> CallWork:
     """The work with that of copying results which the op cannot write to their places."""
     if fx_nodes.mutated(node) or out_forms.special_form(node) or out_forms.form_of(node):
         return work

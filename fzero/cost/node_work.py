@@ -18,12 +18,15 @@ from fzero.cost.tensor_cores import Product
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.op_info import of
 
-LOOKUPS = {torch.ops.aten.embedding.default: 1, torch.ops.aten.index_select.default: 2}  # the place of the rows' numbers
+LOOKUPS = {
+    torch.ops.aten.embedding.default: 1,
+    torch.ops.aten.index_select.default: 2,
+}  # the place of the rows' numbers
 PLAIN = {"_to_copy": "cast", "clone": "copy", "copy_": "copy", "stack": "copy", "cat": "copy"}
 
 
 @dataclass(frozen=True)
-class Work:
+class CallWork:
     """What a call does.
 
     kind: what it is counted as: "product", "attention", "cast", "copy", "update" (of an optimizer), "cluster", or the
@@ -47,7 +50,7 @@ class Work:
         return self.read + self.written + self.copied
 
 
-def work_of(node: fx.Node) -> Work:
+def work_of(node: fx.Node) -> CallWork:
     """What a node of a segment does; its results are written where they belong. A view does nothing."""
     kind, work, product = kind_of(node), flops(node), product_of(node)
     written = _written(node)
@@ -58,9 +61,11 @@ def work_of(node: fx.Node) -> Work:
     read = sum(_in_memory(x) for n in sources for x in fx_values.tensors(n.meta.get("val")))
     done = sum(map(_in_memory, written))
     if node.target in LOOKUPS:
-        read = done + sum(_in_memory(x) for x in fx_values.tensors(fx_nodes.operand(node, LOOKUPS[node.target]).meta.get("val")))
+        read = done + sum(
+            _in_memory(x) for x in fx_values.tensors(fx_nodes.operand(node, LOOKUPS[node.target]).meta.get("val"))
+        )
     width = written[0].element_size() if written else 4
-    return Work(kind, 2 if kind == "update" else 1, read, done, 0, work, width, product)
+    return CallWork(kind, 2 if kind == "update" else 1, read, done, 0, work, width, product)
 
 
 def kind_of(node: fx.Node) -> str:
@@ -75,12 +80,12 @@ def kind_of(node: fx.Node) -> str:
     return PLAIN.get(name, name)
 
 
-def seconds(work: Work, rates: Rates) -> float:
+def seconds(work: CallWork, rates: Rates) -> float:
     """The seconds of a call on a machine of these rates."""
     return max(rates.launch, _busy(work, rates)) + work.kernels * rates.overhead
 
 
-def _busy(work: Work, rates: Rates) -> float:
+def _busy(work: CallWork, rates: Rates) -> float:
     if not work.flops:
         return work.moved / rates.memory_bytes
     speed = rates.flops[min(4, max(2, work.width))]
@@ -95,7 +100,7 @@ def _busy(work: Work, rates: Rates) -> float:
     return work.flops / speed + copied
 
 
-def with_copies(work: Work, results: int, nbytes: int) -> Work:
+def with_copies(work: CallWork, results: int, nbytes: int) -> CallWork:
     """The work of a call of which so many results, of so many bytes in all, are then copied to their places."""
     return replace(work, kernels=work.kernels + results, copied=2 * nbytes) if results else work
 

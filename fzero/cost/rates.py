@@ -113,8 +113,8 @@ class Rates:
 
 # One H100 SXM. Measured: 798 TFLOP/s (a product of 8192 x 8192 x 8192 of random bf16 numbers), and 26.0 ms of the three
 # products with a vocabulary of 50,257, which is `unaligned`. Fitted on the three recorded rows of
-# benchmarks/results/gpu_gpt2_large.json: `memory_bytes`, `overhead` and `attention`. Lanes and host: by trial, copies of
-# page-locked memory with both lanes busy, aten's fused AdamW beside them. No wire: `dataclasses.replace` adds one.
+# benchmarks/results/gpu_gpt2_large.json: `memory_bytes`, `overhead` and `attention`. Lanes and host: by trial, copies
+# of page-locked memory with both lanes busy, aten's fused AdamW beside them. No wire: `dataclasses.replace` adds one.
 H100 = Rates(
     latency={},
     wire_bytes={},

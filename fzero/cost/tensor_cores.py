@@ -1,4 +1,4 @@
-"""tensor_cores: the seconds of a matrix product (matmul) in 16 bits on a device with tensor cores, by shape and alignment.
+"""tensor_cores: the seconds of a 16-bit matrix product on a device with tensor cores, by shape and alignment.
 
 A library cuts the result into tiles of `rows` x `columns`. Each multiprocessor computes one tile at a time, so all of
 them together need ceil(tiles / processors) *waves*, and the last one may be nearly empty. A tile takes 2 rows columns

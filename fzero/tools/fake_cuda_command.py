@@ -1,7 +1,7 @@
 """fake_cuda_command: `fzero fake-cuda`, which starts Python where `fzero.lower` gives CUDA's program without a device.
 
-There CUDA exists for fake tensors alone: they can be traced, and nothing can be computed. Every line that torch's C++
-asks of a device is in one small library (`fzero._torch_compat.fake_cuda`), which must be loaded before torch is. So it is a
+There CUDA exists for fake tensors alone: they can be traced, and nothing can be computed. What torch's C++ asks
+of a device is in one small library (`fzero._torch_compat.fake_cuda`), which must be loaded before torch is. So it is a
 process of its own:
 
     fzero fake-cuda train.py                                            a script that calls fzero.lower
