@@ -19,6 +19,7 @@ from fzero import backend
 from fzero._torch_compat import inductor_count
 from fzero.codegen import inplace, out_forms, segment_memory
 from fzero.codegen.fusion import Fused, fuse
+from fzero.codegen.widened import is_widened
 from fzero.cost.memory import account
 from fzero.cost.node_work import CallWork, seconds, with_copies, work_of
 from fzero.cost.rates import Rates
@@ -160,8 +161,9 @@ def _of_segment(
             continue
         if isinstance(node.target, Fused):
             yield _of_cluster(node, counted)
-        elif not _lies_there(node, plan):
-            yield _with_copies(node, work_of(node))
+        elif not _lies_there(node, plan) and not is_widened(node):
+            work = _with_copies(node, work_of(node))
+            yield replace(work, read=work.read - sum(_not_read(n) for n in node.all_input_nodes))
 
 
 def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> CallWork:
@@ -174,6 +176,14 @@ def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> CallWo
     inside = [n for n in cluster.graph.graph.nodes if fx_nodes.is_compute(n)]
     reductions = sum(of(n.target).fusion == "loop" and not fx_nodes.is_pointwise(n) for n in inside)
     return replace(work, kernels=max(1, reductions))
+
+
+def _not_read(node: fx.Node) -> int:
+    """The bytes of an operand that are not read, since the kernel reads a narrower tensor in its place."""
+    if not is_widened(node):
+        return 0
+    wide, narrow = node.meta["val"], fx_nodes.operand(node).meta["val"]
+    return int(wide.nbytes - narrow.nbytes)
 
 
 def _lies_there(node: fx.Node, plan: segment_memory.SegmentMemory) -> bool:
