@@ -15,7 +15,7 @@ from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
-from fzero.codegen import matmul
+from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
@@ -95,7 +95,7 @@ def _lower(
     )
     wanted = asked.wanted
     local, sharding = local_step(graph, plan, wanted.sequence)
-    local = spelled(local)
+    local = pad.padded(spelled(local))
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
