@@ -57,8 +57,13 @@ class TestWithoutADevice:
     def test_what_a_step_moves(self, told: dict[str, Any], how: str, golden: Callable[[str, str], None]) -> None:
         golden(f"cuda_cost/{how}", told[how]["text"])
 
-    def test_the_planned_peak_is_the_measured_one(self, told: dict[str, Any]) -> None:
-        assert told["none"]["peak"] == pytest.approx(RECORD["fzero0"]["held_bytes"], rel=0.005)
+    def test_no_product_is_unaligned(self, told: dict[str, Any]) -> None:
+        assert all("\n0 products with a side" in told[how]["text"] for how in ("none", "auto"))
+
+    def test_the_model_gives_what_the_documents_say(self, told: dict[str, Any]) -> None:
+        """Modelled, not measured: docs/performance.md has these figures."""
+        assert told["none"]["ms"] < 112
+        assert told["auto"]["ms"] < 103
 
     def test_it_is_cudas_program(self, told: dict[str, Any]) -> None:
         assert told["none"]["attention"] == [
