@@ -16,7 +16,7 @@ from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
 from fzero.capture.step_ops import FED_MEAN
-from fzero.codegen import matmul
+from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
@@ -99,7 +99,7 @@ def _lower(
     local, sharding = local_step(graph, plan, wanted.sequence)
     if sharding is not None and (codec := step.precision.sums) is not None:
         local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
-    local = spelled(local)
+    local = pad.padded(spelled(local))
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
