@@ -18,9 +18,12 @@ import fzero
 from fzero import cli, optim
 from fzero.errors import SpecError
 from fzero.hardware import Device, Hardware, Host, NetworkLevel
+from fzero.ir.mesh import Mesh
+from fzero.plan.layout import BUCKET_BYTES
 from fzero.planner import NothingFitsError, candidates, choose, search
 from fzero.planner.candidates import Candidate
 from fzero.planner.problem import problem_of
+from fzero.planner.programs import by_rates
 
 # small enough that layers of a few hundred columns fill it, with a network that one notices
 TOY = Hardware(
@@ -281,3 +284,13 @@ def test_what_the_command_refuses(name: str, said: str, tmp_path: Path, capsys: 
     file.write_text(PROBLEM, encoding="utf-8")
     assert cli.main(["plan", name.format(file=file), "--ranks", "2", "--hardware", "h100"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
+    """What a bucket loses to latency is paid by more bytes in a larger world; on one rank nothing is sent."""
+    machine = fzero.hardware.load("h100")
+    worlds = (2, 8, 64, 1024, 16384)
+    sizes = [by_rates(machine, Mesh((("dp", n),))).bucket_bytes({}).value for n in worlds]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == 1 << 30
+    assert by_rates(machine, Mesh((("dp", 1),))).bucket_bytes({}).value == BUCKET_BYTES
