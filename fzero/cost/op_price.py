@@ -164,22 +164,44 @@ class _Prices:
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:
     """The seconds that a segment takes."""
-    return sum(_node(node, rates) for node in gm.graph.nodes if fx_nodes.is_compute(node))
+    return sum(work.seconds(rates) for node in gm.graph.nodes if (work := work_of(node)) is not None)
 
 
-def _node(node: fx.Node, rates: Rates) -> float:
-    if fx_nodes.is_view(node):
-        return 0.0
-    return max(rates.launch, _at_rates(node, rates))
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call does, whatever the machine.
+
+    flops: of a product, a convolution or an attention; 0 of other ops. side: the least side of a product; 0 of others.
+    width: bytes of an element of the result, 2 to 4. attends: whether it is an attention with a kernel of its own.
+    moved: bytes that it reads and writes.
+    """
+
+    flops: int
+    side: int
+    width: int
+    attends: bool
+    moved: int
+
+    def seconds(self, rates: Rates) -> float:
+        """The time of the call."""
+        return max(rates.launch, self._at(rates))
+
+    def _at(self, rates: Rates) -> float:
+        if not self.flops:
+            return self.moved / rates.memory_bytes
+        speed = rates.flops[self.width]
+        if rates.attention and self.attends:
+            return self.flops / min(speed, rates.attention)
+        return self.flops * (self.side + rates.small_side) / (speed * self.side) if self.side else self.flops / speed
 
 
-def _at_rates(node: fx.Node, rates: Rates) -> float:
-    work = flops(node)
+def work_of(node: fx.Node) -> Work | None:
+    """What a node does; None of a view, and of what calls no op."""
+    if not fx_nodes.is_compute(node) or fx_nodes.is_view(node):
+        return None
+    inputs, outputs, work = operands(node), results(node), flops(node)
+    moved = sum(x.numel() * x.element_size() for x in (*outputs, *inputs))
     if not work:
-        moved = sum(x.numel() * x.element_size() for x in (*results(node), *operands(node)))
-        return moved / rates.memory_bytes
-    speed = rates.flops[min(4, max(2, results(node)[0].dtype.itemsize))]
-    if rates.attention and of(node.target).attends:
-        return work / min(speed, rates.attention)
-    side = min((s for x in operands(node)[-2:] for s in x.shape[-2:]), default=0)
-    return work / (speed * side / (side + rates.small_side)) if side and rates.small_side else work / speed
+        return Work(0, 0, 0, False, moved)
+    side = min((s for x in inputs[-2:] for s in x.shape[-2:]), default=0)
+    return Work(work, side, min(4, max(2, outputs[0].dtype.itemsize)), of(node.target).attends, moved)

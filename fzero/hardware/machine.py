@@ -164,7 +164,8 @@ class Hardware:
         return Rates(
             latency={},
             wire_bytes={},
-            hidden=1 / tax,
+            hidden=1.0,
+            tax=tax,
             flops={2: device.reached(low), 4: device.reached("fp32")},
             memory_bytes=device.memory_bytes * device.memory_efficiency,
             lanes=lanes,
