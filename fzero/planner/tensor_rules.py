@@ -38,21 +38,24 @@ GROUPS = (2, 3)  # of a leaf that is several matrices, one after the other
 TURNS = {"t", "transpose", "permute"}
 PASSED = {"_to_copy", "add", "mul", "div", "clone", "native_dropout"}  # with numbers alone
 SWEEPS, GAIN = 2, 0.02  # times over the leaves; the part of the forward's seconds that another rule, or none, must save
-GRADIENT = 4  # bytes of an element
+GRADIENT, STATE = 4, 16  # bytes of an element: of its gradient; of it, its gradient and two moments
 SENT = {"axis_all_reduce": "all_reduce", "axis_all_gather": "all_gather", "axis_reduce_scatter": "reduce_scatter",
         "axis_all_to_all": "all_to_all"}  # fmt: skip
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tensor_rules(problem: Problem) -> TensorRules:
-    """`Spec(shard=)` over the axis `tp`; none where the spec has some or its mesh is pinned, where cutting leaves gains
-    nothing, and where the forward cannot be read."""
+    """`Spec(shard=)` over the axis `tp`. None where the spec has some or its mesh is pinned, where one rank can hold
+    the state and there is a row for each, where cutting leaves gains nothing, and where the forward cannot be read."""
     spec, machine = problem.spec, problem.machine
     if spec.shard or problem.given & {"shard", "mesh"}:
         return NO_RULES
     node = machine.levels[0].size if machine.levels else 1
     width = next((n for n in range(min(node, problem.world_size), 1, -1) if problem.world_size % n == 0), 1)
     if width == 1 or spec.loss is None or callable(problem.params_like):
+        return NO_RULES
+    leaves = [x for x in tree.flatten(problem.params_like)[1] if isinstance(x, torch.Tensor)]
+    if STATE * sum(x.numel() for x in leaves) <= problem.budget and problem.rows >= problem.world_size:
         return NO_RULES
     few = problem if problem.equal is None else shallow(problem, problem.equal, 1)
     rows, depth = max(1, problem.rows * width // problem.world_size), problem.equal.depth if problem.equal else 1

@@ -16,6 +16,7 @@ from fzero.planner.problem import Problem, problem_of
 from fzero.planner.tensor_rules import tensor_rules
 
 WIDTH, INNER, WORDS, HEADS = 1024, 4096, 8192, 8
+ROOM = 500_000_000  # bytes: less than the state of two layers
 
 
 def decoder(layers: int) -> Any:
@@ -43,7 +44,7 @@ def loss(params: Any, batch: Any) -> Tensor:
 
 def problem(**fields: Any) -> Problem:
     spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), precision="bf16", **fields)
-    return problem_of(spec, decoder(2), torch.empty(16, 1024, dtype=torch.int64, device="meta"), 8, "h100", None)
+    return problem_of(spec, decoder(2), torch.empty(16, 1024, dtype=torch.int64, device="meta"), 8, "h100", ROOM)
 
 
 def test_a_decoder_gets_the_rules_of_megatron() -> None:
@@ -74,6 +75,11 @@ def test_what_is_found_lowers_and_sends_as_much_as_it_says() -> None:
 def test_a_spec_with_rules_or_a_mesh_gets_none() -> None:
     assert tensor_rules(problem(mesh={"dp": 8})).shard == {}
     assert tensor_rules(problem(mesh="auto", shard={"head": fzero.P(None, "tp")})).shard == {}
+
+
+def test_a_state_that_fits_on_one_rank_needs_none() -> None:
+    assert tensor_rules(replace(problem(), budget=1 << 40)).shard == {}
+    assert tensor_rules(replace(problem(), budget=1 << 40, rows=4)).shard, "half of the ranks would have no row"
 
 
 def test_a_model_without_products_gets_none() -> None:
