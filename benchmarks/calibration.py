@@ -33,7 +33,7 @@ from fzero.ir.mesh import Mesh
 Figures = dict[str, float]
 # low and high end of each figure: parts of the peak, columns, seconds a second
 BOUNDS = {
-    "products": (0.55, 0.95), "fp8": (0.4, 0.9), "small_side": (50.0, 180.0), "attention": (0.1, 0.6),
+    "products": (0.55, 0.95), "fp8": (0.4, 0.9), "small_side": (0.0, 180.0), "attention": (0.1, 0.6),
     "memory": (0.4, 1.0), "network": (0.4, 0.95), "tax": (1.0, 2.5),
 }  # fmt: skip
 KNOWN = {
