@@ -26,6 +26,7 @@ from rich.console import Console
 
 from benchmarks import machine
 from benchmarks.published import TABLE, Part, Published, parts, published
+from fzero.cost.node_work import seconds
 from fzero.cost.rates import Rates
 from fzero.hardware import Hardware, load
 from fzero.ir.mesh import Mesh
@@ -81,7 +82,7 @@ def predicted(row: Published, here: Hardware) -> float:
 
 def _seconds(part: Part, row: Published, rates: Rates) -> float:
     """Of a part's forward and backward, of one microbatch."""
-    products = sum(n * work.seconds(rates) for work, n in part.products.items())
+    products = sum(n * seconds(work, rates) for work, n in part.products.items())
     moved = part.moved[row.stack.fused] / rates.memory_bytes
     sent = sum(n * rates.transfer(kind, size, "tp", row.shape.tp) for (kind, size), n in part.sent.items())
     return products + moved + row.stack.exposed * sent

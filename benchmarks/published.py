@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import fzero
-from fzero.cost.op_price import Work, work_of
+from fzero.cost.node_work import CallWork, work_of, works
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.op import Op, StepPhase
 from fzero.ir.op_info import of
@@ -203,7 +203,7 @@ class Part:
     moved: bytes of the others, one by one and fused. sent: by kind of transfer and its bytes, over tensor parallelism's
     axis. updated: bytes of the optimizer."""
 
-    products: Counter[Work]
+    products: Counter[CallWork]
     moved: tuple[float, float]
     sent: Counter[tuple[str, int]]
     updated: float
@@ -223,7 +223,7 @@ def parts(shape: Shape) -> tuple[Part, Part]:
         three.products - two.products, (at_three[0] - at_two[0], at_three[1] - at_two[1]), three.sent - two.sent,
         three.updated - two.updated,
     )  # fmt: skip
-    twice: Counter[Work] = Counter({work: 2 * n for work, n in layer.products.items()})
+    twice: Counter[CallWork] = Counter({work: 2 * n for work, n in layer.products.items()})
     sent = Counter({key: 2 * n for key, n in layer.sent.items()})
     moved = at_two[0] - 2 * layer.moved[0], at_two[1] - 2 * layer.moved[1]
     return layer, Part(two.products - twice, moved, two.sent - sent, max(two.updated - 2 * layer.updated, 0.0))
@@ -242,7 +242,7 @@ def _counted(shape: Shape, layers: int) -> Part:
     )  # fmt: skip
     tokens = torch.empty(shape.rows, shape.length, dtype=torch.int64, device="meta")
     program = fzero.lower(spec, parameters(shape, layers), {"x": tokens, "y": tokens}).program
-    products: Counter[Work] = Counter()
+    products: Counter[CallWork] = Counter()
     sent: Counter[tuple[str, int]] = Counter()
     moved, updated = [0.0, 0.0], 0.0
     for op in program.ops:
@@ -251,12 +251,12 @@ def _counted(shape: Shape, layers: int) -> Part:
             sent[op.kind, record.whole_bytes(*ends)] += 1
         elif op.computes:
             graph = program.segments[op.segment].graph
-            works = [work for node in graph.nodes if (work := work_of(node)) is not None]
+            calls = list(works(graph))
             if _updates(op):
-                updated += sum(work.moved for work in works)
+                updated += sum(work.moved for work in calls)
                 continue
-            products.update(work for work in works if work.flops)
-            moved[0] += sum(work.moved for work in works if not work.flops)
+            products.update(work for work in calls if work.flops)
+            moved[0] += sum(work.moved for work in calls if not work.flops)
             moved[1] += sum(map(_fused_bytes, _stretches(graph)))
     return Part(products, (moved[0], moved[1]), sent, updated)
 
@@ -277,7 +277,7 @@ def _stretches(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         elif node.target is not operator.getitem:
             yield run
             run = []
-            if (work := work_of(node)) is not None and not work.flops:
+            if not work_of(node).flops:
                 yield [node]
     yield run
 

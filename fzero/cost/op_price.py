@@ -1,8 +1,9 @@
 """op_price: the seconds of an op, and of a program the events that a clock sees: what is computed, started, waited for.
 
-A segment takes the sum over its nodes. A matmul or a convolution takes its operations (2 m n k) at `flops`, less where
-a side is small; an attention its own at `attention`. Another op takes the bytes that it reads and writes at
-`memory_bytes` a second, a view nothing. No call takes less than `launch`.
+A segment takes the sum over its nodes (`node_work`). A matmul takes its tiles' time where the machine has tensor cores
+for it (`tensor_cores`), else, as a convolution, its operations (2 m n k) at `flops`, less where a side is small; an
+attention its own at `attention`. Another op takes the bytes that it reads and writes at `memory_bytes` a second, a view
+nothing. No call takes less than `launch`, and each kernel adds `overhead`.
 
 An event names no buffer: a wait says the place, in its lane's queue, of the work that it is for. So two programs whose
 events are equal take the same time.
@@ -17,12 +18,10 @@ from enum import Enum
 
 from torch import fx
 
-from fzero.cost.flops import flops, operands, results
+from fzero.cost.node_work import seconds
 from fzero.cost.rates import SEND, Rates
-from fzero.ir import fx_nodes
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op
-from fzero.ir.op_info import of
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST
 
@@ -164,44 +163,4 @@ class _Prices:
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:
     """The seconds that a segment takes."""
-    return sum(work.seconds(rates) for node in gm.graph.nodes if (work := work_of(node)) is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a call does, whatever the machine.
-
-    flops: of a product, a convolution or an attention; 0 of other ops. side: the least side of a product; 0 of others.
-    width: bytes of an element of the result, 2 to 4. attends: whether it is an attention with a kernel of its own.
-    moved: bytes that it reads and writes.
-    """
-
-    flops: int
-    side: int
-    width: int
-    attends: bool
-    moved: int
-
-    def seconds(self, rates: Rates) -> float:
-        """The time of the call."""
-        return max(rates.launch, self._at(rates))
-
-    def _at(self, rates: Rates) -> float:
-        if not self.flops:
-            return self.moved / rates.memory_bytes
-        speed = rates.flops[self.width]
-        if rates.attention and self.attends:
-            return self.flops / min(speed, rates.attention)
-        return self.flops * (self.side + rates.small_side) / (speed * self.side) if self.side else self.flops / speed
-
-
-def work_of(node: fx.Node) -> Work | None:
-    """What a node does; None of a view, and of what calls no op."""
-    if not fx_nodes.is_compute(node) or fx_nodes.is_view(node):
-        return None
-    inputs, outputs, work = operands(node), results(node), flops(node)
-    moved = sum(x.numel() * x.element_size() for x in (*outputs, *inputs))
-    if not work:
-        return Work(0, 0, 0, False, moved)
-    side = min((s for x in inputs[-2:] for s in x.shape[-2:]), default=0)
-    return Work(work, side, min(4, max(2, outputs[0].dtype.itemsize)), of(node.target).attends, moved)
+    return sum(seconds(work, rates) for work in works(gm.graph))

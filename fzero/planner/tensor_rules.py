@@ -20,7 +20,7 @@ from torch import fx
 from fzero import tree
 from fzero.api import lower
 from fzero.cost.flops import flops
-from fzero.cost.op_price import work_of
+from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import Rates
 from fzero.errors import FzeroError
 from fzero.hardware import Hardware
@@ -127,13 +127,13 @@ class _Forward:
         holders = fx_nodes.placeholders(self.gm.graph)
         whole = [x.meta["val"] for x, path in zip(holders, self.paths, strict=False) if _general(path) not in rules]
         summed = rates.transfer("all_reduce", sum(GRADIENT * x.numel() for x in whole), AXIS, n)
-        return summed + sum(_node_seconds(node, n, rates) for node in graph.nodes)
+        sent = sum(rates.transfer(kind, _whole(node), AXIS, n) for kind, node in _transfers(graph))
+        return summed + sent + sum(seconds(work, rates) for work in works(graph) if work.kind not in SENT)
 
     def sent(self, rules: Mapping[str, P], n: int) -> float:
         """The bytes that the transfers of a rank's part move, as those of gathers."""
         graph = self._local({PARAMS + name: dims for name, dims in rules.items()}, n)
-        kinds = [(SENT.get(fx_nodes.op_name(node)), node) for node in graph.nodes]
-        return sum((1 + (kind == "all_reduce")) * _whole(node) for kind, node in kinds if kind is not None)
+        return sum((1 + (kind == "all_reduce")) * _whole(node) for kind, node in _transfers(graph))
 
     def _local(self, rules: Mapping[str, P], n: int) -> fx.Graph:
         """A rank's part of the forward. Raises FzeroError where rules cannot be followed."""
@@ -146,11 +146,9 @@ class _Forward:
         return propagate(self.gm, given, wanted, n, AXIS, own, names=self.paths).gm.graph
 
 
-def _node_seconds(node: fx.Node, n: int, rates: Rates) -> float:
-    if (kind := SENT.get(fx_nodes.op_name(node))) is not None:
-        return rates.transfer(kind, _whole(node), AXIS, n)
-    work = work_of(node)
-    return 0.0 if work is None else work.seconds(rates)
+def _transfers(graph: fx.Graph) -> Iterator[tuple[str, fx.Node]]:
+    """The transfers, by kind of op."""
+    return ((SENT[name], node) for node in graph.nodes if (name := fx_nodes.op_name(node)) in SENT)
 
 
 def _whole(node: fx.Node) -> int:
