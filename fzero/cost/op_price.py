@@ -18,7 +18,7 @@ from enum import Enum
 
 from torch import fx
 
-from fzero.cost.node_work import seconds
+from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import SEND, Rates
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op
