@@ -6,6 +6,8 @@ has in memory. A lookup reads the rows that it returns, not its table.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -48,6 +50,13 @@ class CallWork:
     def moved(self) -> int:
         """All bytes."""
         return self.read + self.written + self.copied
+
+
+def works(graph: fx.Graph) -> Iterator[CallWork]:
+    """What each call of a graph does, in order."""
+    for node in graph.nodes:
+        if fx_nodes.is_compute(node) and not fx_nodes.is_view(node) and node.target is not operator.getitem:
+            yield work_of(node)
 
 
 def work_of(node: fx.Node) -> CallWork:

@@ -11,7 +11,6 @@ events are equal take the same time.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +18,8 @@ from enum import Enum
 
 from torch import fx
 
-from fzero.cost.node_work import seconds, work_of
+from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import SEND, Rates
-from fzero.ir import fx_nodes
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
@@ -165,5 +163,4 @@ class _Prices:
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:
     """The seconds that a segment takes."""
-    nodes = (n for n in gm.graph.nodes if fx_nodes.is_compute(n) and not fx_nodes.is_view(n))
-    return sum(seconds(work_of(node), rates) for node in nodes if node.target is not operator.getitem)
+    return sum(seconds(work, rates) for work in works(gm.graph))

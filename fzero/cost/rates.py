@@ -56,7 +56,8 @@ class Rates:
     over any axis. ranks: among how many they were measured; 0: not known (`Link`). axes: by mesh axis and kind, the
     figures of axes that have their own. A kind "send" is of messages between roles, by their own bytes; without it they
     are priced by all-gathers.
-    hidden: the part of a transfer that passes beside compute, 0 to 1.
+    hidden: the part of a transfer that passes beside compute, 0 to 1. tax: the seconds that a second of compute takes
+    while a transfer passes beside it.
     flops: operations a second of large matrix products, by the bytes of an element (2 or 4). small_side: a product
     whose least side is this long reaches half of it. attention: operations a second of attention; 0: as products.
     tensor_cores: of a device that has them: 16-bit products are then priced by their shape (`tensor_cores`).
@@ -78,6 +79,7 @@ class Rates:
     lane_hidden: float = 1.0
     host_bytes: float = 0.0
     ranks: int = 0
+    tax: float = 1.0
     axes: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
     small_side: float = 0.0
     attention: float = 0.0

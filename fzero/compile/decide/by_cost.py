@@ -63,8 +63,8 @@ def tile_bytes(program: Program) -> Choice[int]:
     return Choice(TILE_BYTES, "large enough that the fixed costs of a move do not show")
 
 
-def bucket_bytes(costs: Mapping[str, float]) -> Choice[int]:
-    """The smallest bucket that costs at most `LATENCY_SHARE` more a byte than the cheapest; a fixed size without costs.
+def bucket_bytes(costs: Mapping[str, float], share: float = LATENCY_SHARE) -> Choice[int]:
+    """The smallest bucket that costs at most `share` more a byte than the cheapest; a fixed size without costs.
 
     Larger ones gain nothing; smaller ones start earlier and are freed sooner. costs: `fzero.cost.bucket_costs`.
 
@@ -75,8 +75,8 @@ def bucket_bytes(costs: Mapping[str, float]) -> Choice[int]:
     if not costs:
         return Choice(BUCKET_BYTES, "nothing was measured: 32 MiB")
     least = min(costs.values())
-    size = min(int(size) for size, cost in costs.items() if cost <= (1 + LATENCY_SHARE) * least)
-    reason = f"the smallest that costs at most {LATENCY_SHARE:.0%} more a byte than the cheapest"
+    size = min(int(size) for size, cost in costs.items() if cost <= (1 + share) * least)
+    reason = f"the smallest that costs at most {share:.0%} more a byte than the cheapest"
     return Choice.least({int(n): cost for n, cost in costs.items()}, size, reason, "s a GB")
 
 
