@@ -1,4 +1,5 @@
-"""error_feedback: the mean over ranks of a pytree that travels in codes, for a step of your own or an optimizer."""
+"""error_feedback: the mean over ranks of a pytree that travels in codes, for a step of your own or an optimizer; and
+what the codes of a Spec's gradients have lost at first."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from fzero.capture.step_ops import CODED_MEAN
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.coded_mean import padded_size
 from fzero.kernels.codecs import BLOCK, CODECS
+from fzero.precision import Precision, policy
 
 
 class CodedError(NamedTuple):
@@ -46,6 +48,24 @@ def coded_error(x: Any, *, both_ways: bool = False) -> Any:
     size = padded_size([leaf.numel() for leaf in leaves])
     zeros = torch.zeros(size, device=leaves[0].device if leaves else None)
     return CodedError(PerRank(zeros), PerRank(zeros.clone(), sliced=True) if both_ways else None)
+
+
+def first_error(params: Any, precision: str | Precision) -> Any:
+    """What codes have lost of the gradients of these parameters before the first step: zeros, fp32 and one per rank.
+
+    params: as `fzero.init` gets them. precision: of the Spec.
+
+    A pytree of the leaves whose gradients travel in a codec with feedback (`Precision(reduce="sign")`). In a step of
+    your own it is a part of the state, for `value_and_grad(error=...)`; the step of `Spec(loss=...)` keeps it itself.
+    It takes 4 bytes an element on each rank, at every ZeRO stage.
+
+    >>> error = first_error({"w": torch.ones(2, 3), "b": torch.ones(3)}, Precision(reduce="sign"))
+    >>> error["w"].value.shape, error["b"]
+    (torch.Size([2, 3]), None)
+    """
+    chosen = policy(precision)
+    coded, _ = tree.partition(params, lambda path, x: chosen.feeds_back and chosen.coding(path, x).reduce is not None)
+    return tree.map(lambda x: PerRank(torch.zeros(x.shape, dtype=torch.float32, device=x.device)), coded)
 
 
 def coded_mean(x: Any, error: Any, codec: str, *, both_ways: bool = False) -> tuple[Any, Any]:

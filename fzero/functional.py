@@ -17,13 +17,13 @@ from fzero import random, tree
 from fzero._torch_compat import in_functorch
 from fzero.capture import ambient
 from fzero.capture.context import Tracing, active
+from fzero.capture.gradient_codecs import check_codec
 from fzero.capture.graph import PerRank
 from fzero.capture.joint import Joint
 from fzero.capture.joint_region import combined, means, region_outputs
 from fzero.capture.provenance import describe, user_line
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.mesh import DATA, PIPELINE, parts_of
-from fzero.kernels.codecs import CODECS
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 from fzero.shard.ops import constrained
@@ -41,6 +41,7 @@ def value_and_grad(
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
     reduce: bool = True,
+    error: Any = None,
 ) -> Callable[..., Any]:
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
@@ -59,6 +60,9 @@ def value_and_grad(
     between ranks, and their mean over these is the gradient that True gives. Reduce what is made of them, as with
     `fzero.coded_mean`; the analysis of the step names a leaf of the state if that is forgotten. The loss is the mean
     all the same.
+    error: what earlier steps have lost under `Precision(reduce="sign")`, whose gradients travel in signs: a leaf of the
+    state for each coded gradient, as `fzero.first_error(params, precision)` begins. What is lost is sent with the next
+    ones. The result is then `(loss, grads, new error)`.
 
     Outside a step it computes the same for one rank and one microbatch.
 
@@ -66,7 +70,7 @@ def value_and_grad(
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
-    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision, reduce)
+    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision, reduce, error)
 
 
 def with_metrics(
@@ -76,6 +80,7 @@ def with_metrics(
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
     reduce: bool = True,
+    error: Any = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of the loss of a `Spec`, which may return `(loss, {"name": tensor or fzero.Mean})`.
 
@@ -89,13 +94,13 @@ def with_metrics(
     >>> float(value), {name: float(metric) for name, metric in metrics.items()}
     (2.0, {'largest': 3.0, 'positive': 0.5})
     """
-    return _gradient(fn, False, True, 1, None, None, key, scale, precision, reduce)
+    return _gradient(fn, False, True, 1, None, None, key, scale, precision, reduce, error)
 
 
 def _gradient(
     fn: Callable[..., Any], has_aux: bool, metrics: bool, batch_argnum: int, allow_unused: bool | None,
     microbatches: int | None, key: torch.Tensor | None, scale: torch.Tensor | None, precision: str | Precision | None,
-    reduce: bool,
+    reduce: bool, error: Any,
 ) -> Callable[..., Any]:  # fmt: skip
     """`value_and_grad` or `with_metrics`."""
     _check_options(fn, batch_argnum, microbatches, key, scale)
@@ -110,8 +115,9 @@ def _gradient(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux, metrics,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
             key=key, scale=scale, microbatches=num, enter=_entering(tracing), reduce=reduce,
+            errors={} if error is None else dict(zip(*tree.flatten(error)[:2], strict=True)),
         )  # fmt: skip
-        _check_codec(joint.precision, tracing, reduce)
+        check_codec(joint, tracing, error)
         _check_params(joint.paths, joint.leaves)
         if joint.precision.loss_scale is not None and scale is None:
             raise CaptureError(
@@ -119,7 +125,8 @@ def _gradient(
                 "scale=state['scale']['scale'] and update it with fzero.LossScale, or give Precision(compute='fp16')"
             )
         outs = region_outputs(joint, joint.value_and_grad, tracing, batch_argnum, _part_keys(key, num))
-        return combined(joint, outs)
+        value, grads, lost = combined(joint, outs)
+        return (value, grads) if error is None else (value, grads, tree.map_with_path(lambda p, _: lost[p], error))
 
     return _steady_outside(wrapped)
 
@@ -333,23 +340,6 @@ def _check_options(fn: Any, batch_argnum: Any, microbatches: Any, key: Any, scal
 def _check_key(name: str, key: Any) -> None:
     if key is not None and not is_key(key):
         raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
-
-
-def _check_codec(chosen: Precision, tracing: Tracing | None, reduce: bool) -> None:
-    """Raises CaptureError where gradients would not travel in the codec that is asked for."""
-    if chosen.reduce not in CODECS or tracing is None:
-        return
-    if not reduce:
-        raise CaptureError(
-            f"Precision(reduce={chosen.reduce!r}): these gradients stay on their rank (reduce=False, or an optimizer "
-            f"with takes='local'), so none travels in it. Write fzero.coded_mean(grads, codec={chosen.reduce!r}) where "
-            "they are averaged, and take reduce= out"
-        )
-    if chosen.reduce != tracing.precision.reduce:
-        raise CaptureError(
-            f"value_and_grad(precision=Precision(reduce={chosen.reduce!r})): the codec of gradients lies in the layout "
-            "of the state, which the Spec says: Spec(precision=...) with the same reduce="
-        )
 
 
 def _policy(value: str | Precision | None, tracing: Tracing | None) -> Precision:

@@ -92,6 +92,7 @@ class Joint:
     scale: Tensor | None = None
     microbatches: int = 1
     reduce: bool = True  # over the ranks; else each has its own gradients
+    errors: Mapping[str, Tensor] = field(default_factory=dict)  # by path, what earlier codes of a gradient have lost
     enter: Callable[[str], None] = lambda phase: None  # called where a phase of the trace begins
     marks: Marks = field(default_factory=Marks)
 

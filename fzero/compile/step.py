@@ -15,6 +15,7 @@ from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
+from fzero.capture.step_ops import FED_MEAN
 from fzero.codegen import matmul
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
@@ -37,6 +38,7 @@ from fzero.pipeline import Schedule
 from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
+from fzero.shard.coded_sums import coded_sums
 from fzero.spec import Spec
 
 
@@ -95,6 +97,8 @@ def _lower(
     )
     wanted = asked.wanted
     local, sharding = local_step(graph, plan, wanted.sequence)
+    if sharding is not None and (codec := step.precision.sums) is not None:
+        local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
     local = spelled(local)
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
@@ -134,7 +138,7 @@ def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[st
     products = matmul.products(graph)
     figures = matmul.figures_of(products, costs)
     made = {question: asked.deciders.product(question, figures.get(question)) for question in products}
-    chosen = {products[question] for question, choice in made.items() if choice.value == "onednn"}
+    chosen = {products[question] for question, choice in made.items() if choice.value != "torch"}
     return (matmul.rewritten(graph, chosen) if chosen else graph), made
 
 
@@ -144,6 +148,8 @@ def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
         return Choice.given(asked.wanted.reduce, "Spec(reduce=)")
     if plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions):
         return Choice("end", "there is one microbatch, or one rank of the data", IDLE)
+    if any(node.target is FED_MEAN for node in graph.gm.graph.nodes):
+        return Choice("end", "what codes of gradients lose is kept once for a step", IDLE)
     return asked.deciders.reduce(graph, plan)
 
 

@@ -20,7 +20,7 @@ from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
+from fzero.optim.transform import FED, GradientTransformation, PyTree, plus_scaled
 
 
 class SgdState(NamedTuple):
@@ -85,4 +85,4 @@ def sgd(
         updates = [(d * descent).to(d.dtype) for d in direction]  # a 0-d leaf would become float64
         return tree.unflatten(structure, updates), SgdState(state.count + 1, buffers)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, feedback=FED)

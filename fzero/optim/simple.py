@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.optim import _check
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, Mask, PyTree, plus_scaled, selected
+from fzero.optim.transform import FED, GradientTransformation, Mask, PyTree, plus_scaled, selected
 
 
 def clip_by_value(limit: float | Tensor) -> GradientTransformation:
@@ -60,7 +60,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         values = [plus_scaled(g, p, decay) if c else g for g, p, c in zip(leaves, old, chosen, strict=True)]
         return tree.unflatten(structure, values), state
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, feedback=FED)
 
 
 class ScheduleState(NamedTuple):
@@ -91,7 +91,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
         factor = rate(state.count)
         return tree.map(lambda g: (g * factor).to(g.dtype), grads), ScheduleState(state.count + 1)
 
-    return GradientTransformation(lambda params: ScheduleState(_check.zero_count(params)), update)
+    return GradientTransformation(lambda params: ScheduleState(_check.zero_count(params)), update, feedback=FED)
 
 
 class TraceState(NamedTuple):
@@ -122,4 +122,4 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         ahead = tree.map(lambda g, t: torch.add(g, t, alpha=decay), grads, held) if nesterov else held
         return ahead, TraceState(held)
 
-    return GradientTransformation(lambda params: TraceState(tree.map(torch.zeros_like, params)), update)
+    return GradientTransformation(lambda params: TraceState(tree.map(torch.zeros_like, params)), update, feedback=FED)

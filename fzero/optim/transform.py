@@ -44,7 +44,9 @@ class GradientTransformation(NamedTuple):
 
     takes: which gradients `update` gets in a `Spec`: "mean", over all ranks, or "local", this rank's own. From local
     ones it computes updates that are the same on every rank, as with `fzero.coded_mean`. What differs between ranks
-    is kept in leaves that `init` marks by `fzero.per_rank`.
+    is kept in leaves that `init` marks by `fzero.per_rank`. feedback: whether gradients may bring what earlier codes of
+    them have lost (`Precision(reduce="sign")`). "fed": they may, for updates are linear in them. "whole": it gets whole
+    gradients, as in a phase before. "refuse": such a precision is refused, for squares would spoil a second moment.
 
     >>> sign = GradientTransformation(lambda params: (), lambda g, state, p: (tree.map(torch.sign, g), state))
     >>> sign.update([torch.tensor(-3.0)], sign.init([]), [])
@@ -54,6 +56,10 @@ class GradientTransformation(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     takes: str = "mean"
+    feedback: str = "refuse"
+
+
+FED, WHOLE, REFUSE = "fed", "whole", "refuse"  # the values of `GradientTransformation.feedback`
 
 
 def identity() -> GradientTransformation:
@@ -62,7 +68,7 @@ def identity() -> GradientTransformation:
     >>> identity().update([1], (), [0])
     ([1], ())
     """
-    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
+    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state), feedback=FED)
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
@@ -73,7 +79,9 @@ def scale(factor: float | Tensor) -> GradientTransformation:
     """
     factor = _check.hyper("scale: factor", factor, low=-float("inf"), above=True)
     return GradientTransformation(
-        lambda params: (), lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state)
+        lambda params: (),
+        lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state),
+        feedback=FED,
     )
 
 
@@ -111,7 +119,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(part)
         return grads, tuple(states)
 
-    return GradientTransformation(init, update)
+    asked = {tx.feedback for tx in transformations}
+    feedback = next((value for value in (REFUSE, WHOLE) if value in asked), FED)
+    return GradientTransformation(init, update, feedback=feedback)
 
 
 def global_norm(values: PyTree) -> Tensor:

@@ -152,8 +152,10 @@ def reduced_once(program: Program) -> Iterator[Fault]:
             total = op.writes[0].name
             into.update({ref.name: total for ref in op.reads if ref.name != total})
         elif op.is_run:
+            sources = {ref.name for ref in op.reads if program.buffers[ref.name].kind == "grad"}
             for ref in op.writes:
                 if program.buffers[ref.name].kind == "grad" and ref not in op.reads:  # else it is added to
+                    into.update(dict.fromkeys(sources - {ref.name}, ref.name))
                     key = (ref.name, ref.start, ref.stop)
                     wrote[key] += 1
                     if wrote[key] > 1:
