@@ -50,7 +50,7 @@ from fzero.ir.program import Program
 from fzero.log import Log
 from fzero.phases import Phases
 from fzero.pipeline import Pipeline, Schedule
-from fzero.planner import Planned, plan
+from fzero.planner import Longest, Planned, longest, plan
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
 from fzero.shard.partition import P, groups
@@ -74,6 +74,7 @@ __all__ = [
     "FzeroError",
     "HangError",
     "Log",
+    "Longest",
     "LossScale",
     "Lowered",
     "Manifest",
@@ -110,6 +111,7 @@ __all__ = [
     "init",
     "interop",
     "load",
+    "longest",
     "lower",
     "optim",
     "parse",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import check_key, recipe_for
 from fzero.compile.step import fakes_on
+from fzero.compile.traced_device import traced_device
 from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
 from fzero.ir.decisions import Decisions
@@ -154,6 +156,9 @@ def lower(
 ) -> Lowered:
     """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
 
+    With `Spec(device="cuda")` on a machine without CUDA it is the processor's, and `choices["device"]` says so;
+    `fzero fake-cuda SCRIPT` runs a script where it is CUDA's.
+
     spec: the step and its sharding.
     params_like: a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key
     that makes them; with `Spec(step=...)` the whole state. batch_like: one rank's batch. world_size: by default that
@@ -181,10 +186,10 @@ def lower(
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise SpecError(f"fzero.lower(world_size={world_size!r}): needed a positive int")
     mesh = mesh_of(spec, world_size)
-    device = torch.device(spec.device or "cpu")
-    transport = transport_name(device, spec.transfers)
-    device = device if backend.of(device).calls.available() else torch.device("cpu")  # shapes do not need the device
-    recipe = recipe_for(spec, params_like, key, device, mesh.data_ranks)
+    transport = transport_name(torch.device(spec.device or "cpu"), spec.transfers)
+    device, note = traced_device(spec.device)
+    there = device if backend.of(device).calls.available() else torch.device("cpu")
+    recipe = recipe_for(spec, params_like, key, there, mesh.data_ranks)
     deciders = decide.table(spec, decisions)
     costs = kept_bucket_costs(transport, mesh)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
@@ -197,7 +202,7 @@ def lower(
             spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase
         )
     decide.check_strategies(lowered.decisions, decisions)
-    return lowered
+    return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------

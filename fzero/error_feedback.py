@@ -53,11 +53,11 @@ def coded_error(x: Any, *, both_ways: bool = False) -> Any:
 def first_error(params: Any, precision: str | Precision) -> Any:
     """What codes have lost of the gradients of these parameters before the first step: zeros, fp32 and one per rank.
 
-    params: as `fzero.init` gets them. precision: of the Spec.
+    params: the parameters, or tensors like them. precision: as in `Spec`.
 
-    A pytree of the leaves whose gradients travel in a codec with feedback (`Precision(reduce="sign")`). In a step of
-    your own it is a part of the state, for `value_and_grad(error=...)`; the step of `Spec(loss=...)` keeps it itself.
-    It takes 4 bytes an element on each rank, at every ZeRO stage.
+    A pytree of the leaves whose gradients travel in a codec with feedback (`Precision(reduce="sign")`). In a custom
+    step it is a part of the state, for `value_and_grad(error=...)`; the step of `Spec(loss=...)` keeps it itself. It
+    takes 4 bytes an element on each rank, at every ZeRO stage.
 
     >>> error = first_error({"w": torch.ones(2, 3), "b": torch.ones(3)}, Precision(reduce="sign"))
     >>> error["w"].value.shape, error["b"]

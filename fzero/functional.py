@@ -60,9 +60,8 @@ def value_and_grad(
     between ranks, and their mean over these is the gradient that True gives. Reduce what is made of them, as with
     `fzero.coded_mean`; the analysis of the step names a leaf of the state if that is forgotten. The loss is the mean
     all the same.
-    error: what earlier steps have lost under `Precision(reduce="sign")`, whose gradients travel in signs: a leaf of the
-    state for each coded gradient, as `fzero.first_error(params, precision)` begins. What is lost is sent with the next
-    ones. The result is then `(loss, grads, new error)`.
+    error: with `Precision(reduce="sign")`, what the codes of earlier gradients have lost: leaves of the state, as
+    `fzero.first_error(params, precision)` begins them. The result is then `(loss, grads, new error)`.
 
     Outside a step it computes the same for one rank and one microbatch.
 

@@ -87,6 +87,10 @@ class Spec:
     remat: "none", "full" (a layer saves its input and recomputes the rest in the backward), "offload" (saved
     activations are on the host until the backward), or path rules of parameters to them, as {"blocks/**": "full"}. Same
     bits, less memory; "full" takes up to a third more compute, "offload" moves bytes.
+    loss_chunks: with a loss of a linear layer's logits (a language model's), the number of chunks of each sequence for
+    which logits, loss and their gradients are computed, one after the other: the logits of one chunk exist at a time,
+    and nothing is computed twice. The bits are those of a loss written in as many chunks; `fzero.evaluate` is not
+    changed. None: all tokens at once. A loss that this does not fit is refused (docs/long-sequences.md).
     offload: path rules from leaves to where they are held between their uses: "device", "cpu" (host memory) or "nvme"
     (a file), as {"opt_state/**": "nvme", "params/**": "cpu"}; the first match wins, and a leaf without a rule stays on
     the device. A rule may be "params", or "optimizer", which matches every leaf that is not a parameter. "optimizer"
@@ -147,6 +151,7 @@ class Spec:
     prefetch_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
+    loss_chunks: int | None = None
     offload: str | Mapping[str, str] | None = None
     nvme_path: str | None = None
     update_on: str | None = None

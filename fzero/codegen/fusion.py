@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import function_schema, inductor_rounds
+from fzero.codegen import cross_entropy
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import Op
 from fzero.ir.op_info import of
@@ -275,4 +276,4 @@ def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.Gr
 
     for node in stretch:
         visit(node)
-    return segments.extract(order, inputs, results, results, from_buffers=False), inputs
+    return cross_entropy.by_rows(segments.extract(order, inputs, results, results, from_buffers=False)), inputs

@@ -16,7 +16,7 @@ from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
 from fzero.capture.step_ops import FED_MEAN
-from fzero.codegen import matmul
+from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
@@ -31,6 +31,7 @@ from fzero.errors import SpecError
 from fzero.ir.decisions import CHOSEN, IDLE, Choice, Decisions, RoleDecisions
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
+from fzero.lowering.chunk_loss import chunked, chunks_for
 from fzero.lowering.localise import Sharding
 from fzero.passes import BEFORE_ROLES, UNTIL_PREFETCH, Options, PassRecord, optimise
 from fzero.passes.pipeline.by_role import by_role
@@ -40,6 +41,8 @@ from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
 from fzero.shard.coded_sums import coded_sums
 from fzero.spec import Spec
+
+LARGE = 8  # logits that are more than one part of so many of a budget are worth a word
 
 
 def lower_step(
@@ -96,10 +99,12 @@ def _lower(
         fns=[step.loss],
     )
     wanted = asked.wanted
+    if step.loss_chunks is not None:
+        graph = chunked(graph, step.loss_chunks)
     local, sharding = local_step(graph, plan, wanted.sequence)
     if sharding is not None and (codec := step.precision.sums) is not None:
         local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
-    local = spelled(local)
+    local = pad.padded(spelled(local))
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
@@ -111,11 +116,7 @@ def _lower(
     try:
         roles = _roles(naive(local, plan, reduce=reduce.value, transport=transport), plan, asked, options, schedule)
     except SpecError as error:  # of a budget, which may not choose other bits
-        if reduce.how == CHOSEN and reduce.value == "end" and wanted.device_bytes is not None:
-            raise SpecError(
-                f"{error}. Or say reduce='each', which holds no whole gradients and has other bits"
-            ) from None
-        raise
+        raise SpecError(f"{error}{_other_bits(step, graph, reduce, wanted)}") from None
     programs = {number: role.program for number, role in roles.items()}
     decided = {number: role.decided for number, role in roles.items()}
     cut = UNCUT if plan.cut is None else plan.cut.choice
@@ -151,6 +152,22 @@ def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
     if any(node.target is FED_MEAN for node in graph.gm.graph.nodes):
         return Choice("end", "what codes of gradients lose is kept once for a step", IDLE)
     return asked.deciders.reduce(graph, plan)
+
+
+def _other_bits(step: TrainStep, graph: Graph, reduce: Choice[str], wanted: LoweringOptions) -> str:
+    """What would need less of the device and has other bits, as text that ends an error of a budget."""
+    ways = ""
+    if wanted.device_bytes is None:
+        return ways
+    if reduce.how == CHOSEN and reduce.value == "end":
+        ways += ". Or say reduce='each', which holds no whole gradients and has other bits"
+    chunks, nbytes = chunks_for(graph) if step.loss_chunks is None else (1, 0)
+    if nbytes * LARGE > wanted.device_bytes:
+        ways += (
+            f". Or say loss_chunks={chunks}, which has other bits and holds the logits of one chunk; those of all "
+            f"tokens are {nbytes:,} bytes"
+        )
+    return ways
 
 
 def _strategies(sharding: Sharding | None) -> dict[str, Choice[tuple[str, ...]]]:

@@ -59,6 +59,7 @@ class OpInfo:
         and {operand: the dim that is cut with it}; None for another call.
     fusion: "loop" over elements, which a compiler may fuse; "move": so it is, but it does not count as work; "not on
         cpu": there torch's kernel is faster. aten's pointwise ops are loops.
+    widens: the operands that its kernel casts itself, by place: they may come in a narrower floating dtype.
     kernel: the `fzero.kernels.Kernel` that replaces it on CUDA. reads_back: that one waits for values from the device.
     workspace: bytes that its CPU kernel holds beyond operands and results.
 
@@ -93,6 +94,7 @@ class OpInfo:
     exact: bool = False
     tile_head: Callable[[fx.Node], tuple[int, Mapping[int, int]] | None] | None = None
     fusion: Literal["", "loop", "move", "not on cpu"] = ""
+    widens: tuple[int, ...] = ()
     kernel: Any = None
     reads_back: bool = False
     workspace: Formula | None = None
