@@ -80,6 +80,7 @@ def a_step_by_hand(params: Tree, batch: Tree, key: Tensor, error: fzero.CodedErr
     assert_type(fzero.constrain(value, fzero.P("dp")), Tensor)
     fzero.static(3)
     fzero.coded_error(grads)
+    fzero.first_error(params, "bf16")
     mean, _ = fzero.coded_mean(grads, error, "sign")
     fzero.Phases(lambda step: "warm", {"warm": mean})
     assert_type(fzero.Schedule("1", (0,), ()).name, str)
