@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import function_schema, inductor_rounds
 from fzero import backend
-from fzero.codegen import cross_entropy, out_forms
+from fzero._torch_compat import function_schema, inductor_rounds
+from fzero.codegen import out_forms
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import Op
 from fzero.ir.op_info import of
@@ -299,4 +299,4 @@ def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.Gr
 
     for node in stretch:
         visit(node)
-    return cross_entropy.by_rows(segments.extract(order, inputs, results, results, from_buffers=False)), inputs
+    return segments.extract(order, inputs, results, results, from_buffers=False), inputs

@@ -18,6 +18,7 @@ from torch import fx
 from fzero import backend
 from fzero._torch_compat import inductor_count
 from fzero.codegen import inplace, out_forms, segment_memory
+from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
 from fzero.codegen.widened import is_widened
 from fzero.cost.memory import account
@@ -145,6 +146,7 @@ def counted_by_inductor(program: Program, how: str) -> dict[str, tuple[int, int]
 
 def _by_inductor(gm: fx.GraphModule) -> tuple[int, int]:
     """Inductor counts what a kernel writes into a given tensor as read too: that is taken off again."""
+    gm = by_rows(gm)
     holders = fx_nodes.placeholders(gm.graph)
     kernels, nbytes = inductor_count(gm, [n.meta["val"] for n in holders])
     given = [n for n in holders if n.users and all(n in fx_nodes.mutated(user) for user in n.users)]
