@@ -15,7 +15,7 @@ from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
 from fzero.compile.simulation import Simulation, simulation
-from fzero.error_feedback import CodedError, coded_error, coded_mean
+from fzero.error_feedback import CodedError, coded_error, coded_mean, first_error
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -50,7 +50,7 @@ from fzero.ir.program import Program
 from fzero.log import Log
 from fzero.phases import Phases
 from fzero.pipeline import Pipeline, Schedule
-from fzero.planner import Planned, plan
+from fzero.planner import Longest, Planned, longest, plan
 from fzero.precision import LossScale, Precision
 from fzero.profile import profile
 from fzero.shard.partition import P, groups
@@ -74,6 +74,7 @@ __all__ = [
     "FzeroError",
     "HangError",
     "Log",
+    "Longest",
     "LossScale",
     "Lowered",
     "Manifest",
@@ -102,6 +103,7 @@ __all__ = [
     "constrain",
     "data",
     "evaluate",
+    "first_error",
     "forward",
     "grad",
     "groups",
@@ -109,6 +111,7 @@ __all__ = [
     "init",
     "interop",
     "load",
+    "longest",
     "lower",
     "optim",
     "parse",

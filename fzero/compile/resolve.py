@@ -28,6 +28,7 @@ class TrainStep:
     microbatches: int
     precision: Precision
     allow_unused: bool
+    loss_chunks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,14 @@ def train_step(spec: Spec, fn: Callable[..., Any] | None = None) -> TrainStep:
     else:
         assert spec.loss is not None
         user, loss = training_of(spec).step, spec.loss
-    return TrainStep(user, loss, spec.microbatches, spec.numerics.policy, spec.allow_unused)
+    return TrainStep(
+        user,
+        loss,
+        spec.microbatches,
+        spec.numerics.policy,
+        spec.allow_unused,
+        None if fn is not None else spec.loss_chunks,
+    )
 
 
 def lowering_options(spec: Spec) -> LoweringOptions:

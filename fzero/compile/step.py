@@ -15,6 +15,7 @@ from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
+from fzero.capture.step_ops import FED_MEAN
 from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
@@ -30,6 +31,7 @@ from fzero.errors import SpecError
 from fzero.ir.decisions import CHOSEN, IDLE, Choice, Decisions, RoleDecisions
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
+from fzero.lowering.chunk_loss import chunked, chunks_for
 from fzero.lowering.localise import Sharding
 from fzero.passes import BEFORE_ROLES, UNTIL_PREFETCH, Options, PassRecord, optimise
 from fzero.passes.pipeline.by_role import by_role
@@ -37,7 +39,10 @@ from fzero.pipeline import Schedule
 from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
+from fzero.shard.coded_sums import coded_sums
 from fzero.spec import Spec
+
+LARGE = 8  # logits that are more than one part of so many of a budget are worth a word
 
 
 def lower_step(
@@ -94,7 +99,11 @@ def _lower(
         fns=[step.loss],
     )
     wanted = asked.wanted
+    if step.loss_chunks is not None:
+        graph = chunked(graph, step.loss_chunks)
     local, sharding = local_step(graph, plan, wanted.sequence)
+    if sharding is not None and (codec := step.precision.sums) is not None:
+        local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
     local = pad.padded(spelled(local))
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
@@ -107,11 +116,7 @@ def _lower(
     try:
         roles = _roles(naive(local, plan, reduce=reduce.value, transport=transport), plan, asked, options, schedule)
     except SpecError as error:  # of a budget, which may not choose other bits
-        if reduce.how == CHOSEN and reduce.value == "end" and wanted.device_bytes is not None:
-            raise SpecError(
-                f"{error}. Or say reduce='each', which holds no whole gradients and has other bits"
-            ) from None
-        raise
+        raise SpecError(f"{error}{_other_bits(step, graph, reduce, wanted)}") from None
     programs = {number: role.program for number, role in roles.items()}
     decided = {number: role.decided for number, role in roles.items()}
     cut = UNCUT if plan.cut is None else plan.cut.choice
@@ -134,7 +139,7 @@ def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[st
     products = matmul.products(graph)
     figures = matmul.figures_of(products, costs)
     made = {question: asked.deciders.product(question, figures.get(question)) for question in products}
-    chosen = {products[question] for question, choice in made.items() if choice.value == "onednn"}
+    chosen = {products[question] for question, choice in made.items() if choice.value != "torch"}
     return (matmul.rewritten(graph, chosen) if chosen else graph), made
 
 
@@ -144,7 +149,25 @@ def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
         return Choice.given(asked.wanted.reduce, "Spec(reduce=)")
     if plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions):
         return Choice("end", "there is one microbatch, or one rank of the data", IDLE)
+    if any(node.target is FED_MEAN for node in graph.gm.graph.nodes):
+        return Choice("end", "what codes of gradients lose is kept once for a step", IDLE)
     return asked.deciders.reduce(graph, plan)
+
+
+def _other_bits(step: TrainStep, graph: Graph, reduce: Choice[str], wanted: LoweringOptions) -> str:
+    """What would need less of the device and has other bits, as text that ends an error of a budget."""
+    ways = ""
+    if wanted.device_bytes is None:
+        return ways
+    if reduce.how == CHOSEN and reduce.value == "end":
+        ways += ". Or say reduce='each', which holds no whole gradients and has other bits"
+    chunks, nbytes = chunks_for(graph) if step.loss_chunks is None else (1, 0)
+    if nbytes * LARGE > wanted.device_bytes:
+        ways += (
+            f". Or say loss_chunks={chunks}, which has other bits and holds the logits of one chunk; those of all "
+            f"tokens are {nbytes:,} bytes"
+        )
+    return ways
 
 
 def _strategies(sharding: Sharding | None) -> dict[str, Choice[tuple[str, ...]]]:

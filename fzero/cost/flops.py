@@ -118,7 +118,7 @@ op_info.fill(
     {
         **{f"aten.{name}": _product for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm")},
         "aten._scaled_mm": _scaled_product,
-        **dict.fromkeys((f"fzero.onednn_{name}" for name in ("mm", "bmm", "addmm", "baddbmm")), _product),
+        **{f"fzero.{way}_{x}": _product for way in ("onednn", "widened") for x in ("mm", "bmm", "addmm", "baddbmm")},
         "aten.convolution": _convolution,
         "aten.convolution_backward": _convolution_backward,
         **{f"aten._scaled_dot_product_{name}": _attention for name in (*_FUSED, *_MATH)},

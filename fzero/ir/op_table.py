@@ -174,6 +174,7 @@ ROWS: dict[str, OpInfo] = {
     "aten.bmm": OpInfo(out_form="program", fake="kernel"),
     "aten.baddbmm": OpInfo(out_form="call"),
     **rows("onednn_mm onednn_addmm onednn_bmm onednn_baddbmm", OpInfo(out_form="program"), "fzero"),
+    **rows("widened_mm widened_addmm widened_bmm widened_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("mv addmv convolution", OpInfo(one_dtype=True)),
     # reductions and norms
     "aten.sum": OpInfo(fusion="loop"),

@@ -25,7 +25,7 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, rewrite, segments
-from fzero.ir.code_ops import ENCODES, CodeOps, encode_leaves
+from fzero.ir.code_ops import CODES, ENCODES, CodeOps, encode_leaves
 from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
 from fzero.ir.records import DEVICE, DTYPE_NAMES, PERSISTENT, Buffer, Ref
@@ -93,7 +93,7 @@ def _common_forms(program: Program, whole: set[str]) -> dict[str, Form]:
 def _form(user: fx.Node) -> Form | None:
     """What a node makes of a leaf, if that is a smaller form of it."""
     if user.target in ENCODES:
-        return ENCODES[user.target]
+        return CODES[user.target]
     plain = user.target is CAST and set(user.kwargs) == {"dtype"}
     return user.kwargs["dtype"] if plain else None  # type: ignore[return-value]
 

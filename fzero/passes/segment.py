@@ -252,7 +252,8 @@ def _uses(
         if made_anew(node):
             continue
         used = {bucket_of[r] for a in node.all_input_nodes if (r := root(a, made_anew)) in bucket_of}
-        if node.meta.get("phase") == "backward" and len(feeds[node]) == 1 and "*" not in feeds[node]:
+        last = node.meta.get("phase") == "backward" and len(feeds[node]) == 1 and "*" not in feeds[node]
+        if last and "chunk" not in node.meta:  # the chunks of a loss are one segment
             used |= feeds[node]
         if used:
             uses[node] = used

@@ -29,6 +29,7 @@ class MemoryUse:
     prefetch_bytes: int | None = None
     overlap: bool = True
     remat: str | Mapping[str, str] = "none"
+    loss_chunks: int | None = None
     offload: str | Mapping[str, str] | None = None
     nvme_path: str | None = None
     update_on: str | None = None
@@ -36,7 +37,7 @@ class MemoryUse:
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "gather_bytes", "prefetch_bytes", "device_bytes", "host_bytes"):
+        for name in ("bucket_bytes", "gather_bytes", "prefetch_bytes", "loss_chunks", "device_bytes", "host_bytes"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
         if self.prefetch is not None:

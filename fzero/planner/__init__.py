@@ -6,7 +6,8 @@ state = fzero.init(params, planned.spec)
 """
 
 from fzero.planner.choose import plan
+from fzero.planner.longest import Longest, longest
 from fzero.planner.nothing_fits import Alternative, NothingFitsError
 from fzero.planner.planned import Planned, Row
 
-__all__ = ["Alternative", "NothingFitsError", "Planned", "Row", "plan"]
+__all__ = ["Alternative", "Longest", "NothingFitsError", "Planned", "Row", "longest", "plan"]

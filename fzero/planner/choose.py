@@ -43,11 +43,11 @@ def plan(
     `prefetch`, `bucket_bytes`, `reduce` and `update_on` where they are None. A field that was given is pinned, also
     where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names.
 
-    params_like: as in `fzero.lower`. batch_like: the *global* batch, whose tensors have the rows of all ranks along dim
-    0. hardware: a preset's name, a TOML file or a `Hardware`. memory: bytes a rank may use of its device; None:
-    `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates
-    are lowered, about; None: ten, or more of small programs. phase: of a spec with `fzero.Phases`, whose programs are
-    compared; "" for the first.
+    spec: fields that it leaves out are open. params_like: as in `fzero.lower`. batch_like: the *global* batch, whose
+    tensors have the rows of all ranks along dim 0. world_size: the ranks. hardware: a preset's name, a TOML file or a
+    `Hardware`. memory: bytes a rank may use of its device; None: `Spec(device_bytes=)`, else what the hardware has less
+    its headroom. most: how many candidates are lowered, about; None: ten, or more of small programs. phase: of a spec
+    with `fzero.Phases`, whose programs are compared; "" for the first.
 
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 

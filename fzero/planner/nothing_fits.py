@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fzero.errors import SpecError
 from fzero.hardware import load, presets
+from fzero.lowering.chunk_loss import chunks_for
 from fzero.planner.candidates import Candidate
 from fzero.planner.planned import Row, size
 from fzero.planner.problem import Problem
@@ -48,7 +49,7 @@ def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFits
     nearest = sorted(whole, key=lambda row: (_over(row, problem), row.peak))[:TRIED]
     least = min((found.tightest(row.candidate) for row in nearest), key=lambda row: (_over(row, problem), row.peak))
     beside = f" and {size(least.host)} of the host" if least.host > machine.host_budget else ""
-    ways = tuple(alternatives(problem, sketch))
+    ways = (*_by_chunks(problem, sketch, found), *alternatives(problem, sketch))
     shown = "".join(f"\n  {way}" for way in ways) or "\n  none was found: cut the model, or its sequences"
     text = (
         f"{head}. The least that was found is {size(least.peak)} ({least.peak:,} bytes){beside}: "
@@ -78,6 +79,16 @@ def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
             yield Alternative(f"a global batch of {rows} rows", row)
             break
     yield from _other_cards(problem, sketch)
+
+
+def _by_chunks(problem: Problem, sketch: Sketch, found: Search) -> Iterator[Alternative]:
+    """The loss by chunks of the sequence, where it is of logits."""
+    graph = next((lowered.graph for lowered in found.programs.values()), None)
+    if graph is None or problem.spec.loss is None or problem.spec.loss_chunks is not None:
+        return
+    chunks, nbytes = chunks_for(graph)
+    if nbytes and (row := _first(replace(problem, spec=replace(problem.spec, loss_chunks=chunks)), sketch)):
+        yield Alternative(f"loss_chunks={chunks}", row)
 
 
 def _on(problem: Problem, world_size: int) -> Problem:

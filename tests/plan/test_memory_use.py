@@ -31,7 +31,9 @@ def test_remat_as_rules() -> None:
     assert MemoryUse(remat={"blocks/**": "offload"}).remat_rules == {"blocks/**": "offload"}
 
 
-@pytest.mark.parametrize("name", ["bucket_bytes", "gather_bytes", "prefetch_bytes", "device_bytes", "host_bytes"])
+@pytest.mark.parametrize(
+    "name", ["bucket_bytes", "gather_bytes", "prefetch_bytes", "loss_chunks", "device_bytes", "host_bytes"]
+)
 def test_sizes_are_positive(name: str) -> None:
     with pytest.raises(fzero.SpecError, match=rf"Spec\({name}=0\): needed a positive int"):
         MemoryUse(**{name: 0})

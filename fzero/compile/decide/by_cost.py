@@ -1,5 +1,5 @@
 """by_cost: choices by predicted or measured cost, else by a rule: how far ahead gathers and fetches start, the size of
-buckets and tiles, the library of a matrix product."""
+buckets and tiles, the way to compute a matrix product."""
 
 from __future__ import annotations
 
@@ -80,15 +80,20 @@ def bucket_bytes(costs: Mapping[str, float]) -> Choice[int]:
     return Choice.least({int(n): cost for n, cost in costs.items()}, size, reason, "s a GB")
 
 
+WAYS = {"torch": "torch's own", "onednn": "oneDNN", "fp32": "in fp32"}
+
+
 def product(question: str, figures: Figures | None) -> Choice[str]:
-    """The library of a matrix product, "onednn" or "torch", by measured speed. figures: GFLOP/s of both."""
+    """The way to compute a matrix product by measured speed: "torch", "onednn", or in 16 bits "fp32".
+
+    figures: GFLOP/s of torch's own and of one other way.
+    """
     if figures is None:
         return Choice(
             "torch", f"{question}: torch's own, for nothing was measured here (a first step on this machine measures)"
         )
-    own, other = figures["torch"], figures["onednn"]
-    taken = "onednn" if other >= MARGIN * own else "torch"
-    who = "oneDNN" if taken == "onednn" else "torch's own"
-    reason = f"{question}: {who} by speed (GFLOP/s: oneDNN {other:.3g}, torch's own {own:.3g})"
-    second = "torch" if taken == "onednn" else "onednn"
+    (other,) = (way for way in WAYS if way != "torch" and way in figures)
+    taken, second = (other, "torch") if figures[other] >= MARGIN * figures["torch"] else ("torch", other)
+    shown = ", ".join(f"{WAYS[way]} {figures[way]:.3g}" for way in (other, "torch"))
+    reason = f"{question}: {WAYS[taken]} by speed (GFLOP/s: {shown})"
     return Choice(taken, reason, CHOSEN, figures[taken], RunnerUp(second, figures[second]), "GFLOP/s")
