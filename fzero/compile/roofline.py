@@ -138,8 +138,8 @@ def counted_by_inductor(program: Program, how: str) -> dict[str, tuple[int, int]
 
     Raises FzeroError outside of a process of `fzero fake-cuda`.
     """
-    cuda = backend.CUDA.calls
-    if cuda.available() or not cuda.traceable():
+    calls = backend.CUDA.calls
+    if calls.available() or not calls.traceable():
         raise FzeroError("Inductor's code for CUDA is counted in a process of `fzero fake-cuda SCRIPT`: start it so")
     return {digest: _by_inductor(cluster.graph) for digest, cluster in fuse(program, how)[1].items()}
 

@@ -71,6 +71,8 @@ def _narrow(program: Program, use: _GradientUse) -> torch.dtype | None:
     ops = [program.ops[index] for index in (*use.writers, *use.readers)]
     if len(use.writers) != 1 or not use.readers or not ops[0].in_region or not all(op.is_run for op in ops):
         return None
+    if any(program.buffers[ref.name].space != DEVICE for op in ops[1:] for ref in (*op.reads, *op.writes)):
+        return None  # the update may run on the host
     holders = [(op, ref.name, node) for op in ops[1:] for ref, node in _read(program, op)]
     reads = [_widens(node) for _, name, node in holders if name == use.name]
     made = {_cast_from(node) for ref, node in _written(program, ops[0]) if ref.name == use.name}
