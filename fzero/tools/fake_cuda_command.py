@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Runs Python on the arguments. Returns its status. Raises SpecError where it is not needed, OSError where the library
-    cannot be made."""
+    """Runs Python on the arguments. Returns its status.
+
+    Raises SpecError where it is not needed, OSError where the library cannot be made.
+    """
     if not arguments.arguments:
         raise SpecError("needed a script or a module: fzero fake-cuda train.py, or fzero fake-cuda -m MODULE ARGS")
     return subprocess.run([sys.executable, *arguments.arguments], env=environment()).returncode
