@@ -94,7 +94,7 @@ def test_a_step_is_that_of_a_loop_by_hand(policy: str, grid: str) -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_stages_have_one_set_of_bits(policy: str, grid: str, microbatches: int) -> None:
     given = {"precision": Precision(**POLICIES[policy]), "microbatches": microbatches}
     first = trained(GRIDS[grid], zero=0, **given)
@@ -111,6 +111,7 @@ def test_stages_have_one_set_of_bits(policy: str, grid: str, microbatches: int) 
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled(3)
 def test_what_changes_no_bit_changes_none_of_messages(given: dict[str, Any]) -> None:
     policy = {"precision": Precision(gather="int8", reduce="int4"), "microbatches": 2, "zero": 3}
     zero = 1 if "mesh" in given else 3
