@@ -71,10 +71,11 @@ def bind(
             calls += tiling.calls(chain, env, blocks, results[0] if results else None, calls_of)
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        into = {i: memory_of((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
         if is_widened(node):
             env[node] = args[0]
-        elif node.target is operator.getitem or fx_nodes.is_view(node):
+            continue
+        into = {i: memory_of((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
+        if node.target is operator.getitem or fx_nodes.is_view(node):
             env[node] = node.target(*args, **kwargs)
             _check_views(node, env)
         elif isinstance(node.target, Fused):

@@ -76,7 +76,7 @@ def _fits(node: fx.Node) -> bool:
     On CUDA `index_add_` adds rows in any order; torch's own backward of an embedding sorts them.
     """
     if node.target is aten.constant_pad_nd.default:
-        return min(node.args[1], default=0) >= 0  # type: ignore[arg-type, type-var]
+        return min(node.args[1], default=0) >= 0  # type: ignore[arg-type]
     if node.target is aten.embedding.default:
         return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
     if node.target is aten.embedding_dense_backward.default:

@@ -82,7 +82,7 @@ class _Pads:
         rows, inner, columns = (-side % MULTIPLE if side % sides else 0 for side in (m, k, n))
         with self.graph.inserting_before(node):
             operands = self.pad(left, rows, inner), self.pad(right, inner, columns)
-            result = self.graph.call_function(node.target, operands)
+            result = self.graph.call_function(node.target, operands)  # type: ignore[arg-type]
             for dim, size, more in ((-2, m, rows), (-1, n, columns)):
                 if more:
                     result = self.graph.call_function(aten.slice.Tensor, (result, dim, 0, size))

@@ -18,6 +18,7 @@ from torch import fx
 from fzero import backend
 from fzero._torch_compat import inductor_count
 from fzero.codegen import inplace, out_forms, segment_memory
+from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
 from fzero.codegen.widened import is_widened
 from fzero.cost.memory import account
@@ -137,14 +138,15 @@ def counted_by_inductor(program: Program, how: str) -> dict[str, tuple[int, int]
 
     Raises FzeroError outside of a process of `fzero fake-cuda`.
     """
-    cuda = backend.CUDA.calls
-    if cuda.available() or not cuda.traceable():
+    calls = backend.CUDA.calls
+    if calls.available() or not calls.traceable():
         raise FzeroError("Inductor's code for CUDA is counted in a process of `fzero fake-cuda SCRIPT`: start it so")
     return {digest: _by_inductor(cluster.graph) for digest, cluster in fuse(program, how)[1].items()}
 
 
 def _by_inductor(gm: fx.GraphModule) -> tuple[int, int]:
     """Inductor counts what a kernel writes into a given tensor as read too: that is taken off again."""
+    gm = by_rows(gm)
     holders = fx_nodes.placeholders(gm.graph)
     kernels, nbytes = inductor_count(gm, [n.meta["val"] for n in holders])
     given = [n for n in holders if n.users and all(n in fx_nodes.mutated(user) for user in n.users)]

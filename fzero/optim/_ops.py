@@ -76,10 +76,9 @@ def adamw_(
     """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel; on CUDA with fzero's own
     (`fzero.kernels.adamw`), if Triton is installed and the four are contiguous.
 
-    All four tensors share shape, dtype (floating) and device; any shape, empty included. `grad` may be narrower: it is
-    cast to the others' dtype. `count` is the number of this
-    step counted from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the L2
-    term. Strides may be any; if the four differ, the step goes through contiguous copies.
+    All four share shape, dtype (floating) and device; any shape, empty included. A narrower `grad` is cast. `count` is
+    this step's number, from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the
+    L2 term. Strides may be any; if the four differ, the step goes through contiguous copies.
 
     Raises `ValueError` for shapes that differ and `TypeError` for dtypes that differ.
 

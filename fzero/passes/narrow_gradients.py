@@ -11,6 +11,7 @@ So 8 bytes an element less are moved, and 2 less are held. The bits are the same
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +21,7 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.op import Op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import DEVICE
+from fzero.ir.records import DEVICE, Ref
 
 aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ def narrow_gradients(program: Program) -> Program:
 
 
 @dataclass
-class _Use:
+class _GradientUse:
     """Of a column of gradients, the ops that write and that read it, by number. Only `_uses` fills it."""
 
     name: str
@@ -49,10 +50,10 @@ class _Use:
     readers: list[int] = field(default_factory=list)
 
 
-def _uses(program: Program) -> dict[str, _Use]:
+def _uses(program: Program) -> dict[str, _GradientUse]:
     """The columns of gradients on the device, with the ops that touch them."""
     buffers = program.buffers.values()
-    found = {b.name: _Use(b.name) for b in buffers if b.kind == "grad" and b.bucket and b.space == DEVICE}
+    found = {b.name: _GradientUse(b.name) for b in buffers if b.kind == "grad" and b.bucket and b.space == DEVICE}
     for index, op in enumerate(program.ops):
         for name in _names(op.writes) & found.keys():
             found[name].writers.append(index)
@@ -61,15 +62,17 @@ def _uses(program: Program) -> dict[str, _Use]:
     return found
 
 
-def _names(refs: object) -> set[str]:
-    return {ref.name for ref in refs}  # type: ignore[attr-defined]
+def _names(refs: Iterable[Ref]) -> set[str]:
+    return {ref.name for ref in refs}
 
 
-def _narrow(program: Program, use: _Use) -> torch.dtype | None:
+def _narrow(program: Program, use: _GradientUse) -> torch.dtype | None:
     """The dtype in which all of a column's gradients are made, if all that reads them casts them itself."""
     ops = [program.ops[index] for index in (*use.writers, *use.readers)]
     if len(use.writers) != 1 or not use.readers or not ops[0].in_region or not all(op.is_run for op in ops):
         return None
+    if any(program.buffers[ref.name].space != DEVICE for op in ops[1:] for ref in (*op.reads, *op.writes)):
+        return None  # the update may run on the host
     holders = [(op, ref.name, node) for op in ops[1:] for ref, node in _read(program, op)]
     reads = [_widens(node) for _, name, node in holders if name == use.name]
     made = {_cast_from(node) for ref, node in _written(program, ops[0]) if ref.name == use.name}
@@ -78,11 +81,11 @@ def _narrow(program: Program, use: _Use) -> torch.dtype | None:
     return dtype if is_narrower and all(reads) else None
 
 
-def _read(program: Program, op: Op) -> list[tuple[object, fx.Node]]:
-    return list(zip(op.reads, fx_nodes.placeholders(program.segments[op.segment].graph), strict=False))  # type: ignore
+def _read(program: Program, op: Op) -> list[tuple[Ref, fx.Node]]:
+    return list(zip(op.reads, fx_nodes.placeholders(program.segments[op.segment].graph), strict=False))
 
 
-def _written(program: Program, op: Op) -> list[tuple[object, fx.Node]]:
+def _written(program: Program, op: Op) -> list[tuple[Ref, fx.Node]]:
     """(what is written, its destination) of an op, without what it returns."""
     into = fx_nodes.placeholders(program.segments[op.segment].graph)[len(op.reads) :]
     return list(zip(op.writes[op.num_outputs :], into, strict=True))
@@ -116,7 +119,8 @@ def _rewritten(program: Program, op: Op, dtypes: dict[str, torch.dtype], edits: 
         if holder in holders[: len(op.reads)]:
             with graph.inserting_after(holders[-1]):
                 cast = graph.call_function(aten._to_copy.default, (holder,), {"dtype": wide.dtype})
-            holder.replace_all_uses_with(cast, lambda user, cast=cast: user is not cast)
+            holder.replace_all_uses_with(cast)
+            cast.replace_input_with(cast, holder)
             cast.meta["val"] = wide
         else:
             copy = next(iter(holder.users))

@@ -17,9 +17,7 @@ import os
 import subprocess
 import sys
 
-import torch
-
-from fzero import private_folder
+from fzero import backend, private_folder
 from fzero._torch_compat import fake_cuda_library
 from fzero.cost import kept_costs
 from fzero.errors import SpecError
@@ -31,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    """Runs Python on the arguments. Returns its status. Raises SpecError where CUDA is there, OSError where the library
-    cannot be made."""
+    """Runs Python on the arguments. Returns its status.
+
+    Raises SpecError where it is not needed, OSError where the library cannot be made.
+    """
     if not arguments.arguments:
         raise SpecError("needed a script or a module: fzero fake-cuda train.py, or fzero fake-cuda -m MODULE ARGS")
     return subprocess.run([sys.executable, *arguments.arguments], env=environment()).returncode
@@ -40,9 +40,10 @@ def command(arguments: argparse.Namespace) -> int:
 
 def environment() -> dict[str, str]:
     """The environment of such a process: this one's, with the library to load first."""
-    if torch.version.cuda is not None or sys.platform != "linux":
-        why = f"torch {torch.__version__} is built with CUDA" if torch.version.cuda is not None else "it needs Linux"
-        raise SpecError(f"{why}. Install torch's CPU build on Linux, or call fzero.lower where there is a device")
+    if backend.CUDA.calls.traceable():
+        raise SpecError("this torch traces fake tensors of CUDA as it is: call fzero.lower, without `fzero fake-cuda`")
+    if sys.platform != "linux":
+        raise SpecError(f"it loads a library before torch, as Linux does, and this is {sys.platform}")
     folder = kept_costs.folder() / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if why := private_folder.refused(folder):
