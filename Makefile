@@ -9,11 +9,13 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Test processes at a time. A file stays in one, for what its tests share. Long files run first: tests/conftest.py.
 WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The folder of the documentation's versions.
+SITE ?= build/site
 # What make check runs: where a step becomes a program and where that is judged, but for what trains or draws long.
 CHECKED := $(addprefix tests/,ir plan lowering passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
-.PHONY: help demo check test docs lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
+.PHONY: help demo check test docs docs-site lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
 
 help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
@@ -21,7 +23,8 @@ help:
 	@echo "make check       the tests of the compiler that start no process, in under a minute"
 	@echo "make test        the test suite, on the CPU"
 	@echo "make docs        the documentation site, in build/docs/index.html: a warning is an error"
-	@echo "make lint        ruff (format, rules), mypy, and import-linter (the order of the folders)"
+	@echo "make docs-site   the same as a version of build/site, with a switch between its versions (SITE=folder)"
+	@echo "make lint        ruff (format, rules), mypy, pyright on the public API, and import-linter (the order of the folders)"
 	@echo "make format      let ruff rewrite the files"
 	@echo "make acceptance  the long checks, minutes each: hours in all, but a run that was cut goes on (ARGS='--jobs 2')"
 	@echo "make bench       fzero and its peers side by side on the CPU (about half an hour; ARGS=--help)"
@@ -64,10 +67,14 @@ test: $(VENV)/.dev
 docs: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
+docs-site: docs
+	$(BIN)/python docs/_ext/site_versions.py build/docs $(SITE)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
 format: $(VENV)/.dev

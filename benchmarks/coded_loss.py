@@ -111,22 +111,27 @@ def without_feedback(phases: Phases[optim.GradientTransformation]) -> Phases[opt
     return Phases(phases.of, {**phases.each, "coded": coded._replace(update=update)})
 
 
+def _coded(gather: str | None, reduce: str) -> fzero.Precision:
+    return fzero.Precision(gather=gather, reduce=reduce, exact=EXACT)
+
+
 def variants(steps: int) -> dict[str, Any]:
-    """By name, optimizers, or (the first state of params, the step), or what travels of Adam's parameters and
-    gradients."""
+    """By name, optimizers, or (the first state of params, the step), or fields of a Spec at stage 2."""
     sys.path.insert(0, str(ROOT / "examples"))
     recipes: Any = importlib.import_module("coded_training")
     warm, rate, faster = steps // 5, rate_of(steps), optim.warmup_cosine(1e-2, steps // 20, steps)
     adam = optim.adamw(rate, BETAS, weight_decay=0.0)
-    onebit = optim.onebit_adam(rate, warm, BETAS)
+    onebit, frozen = optim.onebit_adam(rate, warm, BETAS), optim.freeze_nu(rate, warm, BETAS, weight_decay=0.0)
     return {
         "adam": adam,
-        "both int8": fzero.Precision(gather="int8", reduce="int8", exact=EXACT),
-        "int8 and int4": fzero.Precision(gather="int8", reduce="int4", exact=EXACT),
-        "both int4": fzero.Precision(gather="int4", reduce="int4", exact=EXACT),
+        "both int8": {"optimizer": adam, "precision": _coded("int8", "int8")},
+        "int8 and int4": {"optimizer": adam, "precision": _coded("int8", "int4")},
+        "both int4": {"optimizer": adam, "precision": _coded("int4", "int4")},
+        "signs": {"optimizer": frozen, "precision": _coded(None, "sign")},
+        "int8 and signs": {"optimizer": frozen, "precision": _coded("int8", "sign")},
         "int8": coded_gradients(steps, "int8", False),
         "int4": coded_gradients(steps, "int4", False),
-        "frozen": optim.freeze_nu(rate, warm, BETAS, weight_decay=0.0),
+        "frozen": frozen,
         "onebit": onebit,
         "unfed": without_feedback(onebit),
         "live": coded_gradients(steps, "sign", True),
@@ -148,9 +153,8 @@ def trained(optimizer: Any, seed: int, steps: int, data: Tensor) -> list[float]:
     if isinstance(optimizer, tuple) and not hasattr(optimizer, "update"):
         start, step_of = optimizer
         spec, params = fzero.Spec(step=step_of, zero=0), start(first(seed))
-    elif isinstance(optimizer, fzero.Precision):
-        adam = variants(steps)["adam"]
-        spec, params = fzero.Spec(loss=loss, optimizer=adam, precision=optimizer, zero=2), first(seed)
+    elif isinstance(optimizer, dict):
+        spec, params = fzero.Spec(loss=loss, zero=2, **optimizer), first(seed)
     else:
         spec, params = fzero.Spec(loss=loss, optimizer=optimizer, zero=0), first(seed)
     like = torch.zeros(ROWS, LENGTH + 1, dtype=torch.int64)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[Batch], Tensor]  # one optimizer step; the loss of this rank's batch, before the step
 
+FROZEN_RATE = LEARNING_RATE / 1000  # by a second moment of one step: time is measured, `coded_loss` has the losses
 ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
 
 
@@ -206,9 +207,8 @@ def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tenso
     params, buffers, apply = from_module(setup.model())
     spec = Spec(
         loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
-        optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         zero=zero,
-        **{"precision": setup.dtype, **options},
+        **{"optimizer": optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY), "precision": setup.dtype, **options},
     )
     return params, spec
 
@@ -230,11 +230,22 @@ def fzero(setup: Setup, zero: int, **options: Any) -> Step:
 
 
 def fzero_coded(setup: Setup, zero: int, gather: str, reduce: str) -> Step:
-    from fzero import Precision
+    from fzero import Precision, optim
 
     compute = "bf16" if setup.dtype == "bf16" else None
     policy = Precision(compute=compute, gather=gather, reduce=reduce, exact=("norm.*",))  # of 1,536 elements
-    return fzero(setup, zero, precision=policy)
+    more = {}
+    if reduce == "sign":  # after a first step with whole gradients, which is not timed
+        more["optimizer"] = optim.freeze_nu(FROZEN_RATE, after=1, weight_decay=WEIGHT_DECAY)
+    return fzero(setup, zero, precision=policy, matmul="fastest", **more)
+
+
+def fzero_onebit(setup: Setup) -> Step:
+    """Its first phase is one step, which is not timed."""
+    from fzero import optim
+
+    onebit = optim.onebit_adam(FROZEN_RATE, warmup_steps=1, weight_decay=WEIGHT_DECAY)
+    return fzero(setup, 0, optimizer=onebit, matmul="fastest")
 
 
 def on_disk(setup: Setup) -> Step:
@@ -253,7 +264,13 @@ CONTENDERS: dict[str, Contender] = {
     "floor": Contender("floor: two processes, no communication", alone, talks=False),
     "floor_compiled": Contender("floor, compiled", partial(alone, compiled=True), talks=False, compiled=True),
     **{f"fzero{zero}": Contender(f"fzero zero={zero}", partial(fzero, zero=zero), HOME) for zero in range(4)},
-    "fzero3_fastest": Contender("fzero zero=3, matmul='fastest'", partial(fzero, zero=3, matmul="fastest"), HOME),
+    **{
+        f"fzero{zero}_fastest": Contender(
+            f"fzero zero={zero}, matmul='fastest'", partial(fzero, zero=zero, matmul="fastest"), HOME
+        )
+        for zero in (0, 2, 3)
+    },
+    "fzero0_onebit": Contender("fzero zero=0, 1-bit Adam, second phase", fzero_onebit, HOME, coded=True),
     "fzero3_compiled": Contender(
         "fzero zero=3, compile='auto'", partial(fzero, zero=3, compile="auto"), HOME, compiled=True
     ),
@@ -294,6 +311,7 @@ CONTENDERS: dict[str, Contender] = {
             (2, "int8", "int8"),
             (2, "int8", "int4"),
             (2, "int4", "int4"),
+            (2, "int8", "sign"),
             (3, "int8", "int8"),
             (3, "int8", "int4"),
             (3, "int4", "int4"),

@@ -62,6 +62,9 @@ SIZES = {
     "tiny": Size(layers=2, width=64, heads=2, vocabulary=512, sequence=32, batch=2, inner=256),  # for the tests
     "small": Size(layers=4, width=256, heads=4, vocabulary=2048, sequence=128, batch=8, inner=1024),  # 3.7M
     "gpt2": Size(layers=12, width=768, heads=12, vocabulary=50257, sequence=256, batch=1, inner=3072),  # 124M
+    "gpt2_short": Size(
+        layers=12, width=768, heads=12, vocabulary=50257, sequence=64, batch=1, inner=3072
+    ),  # few tokens
     "medium": Size(layers=24, width=1024, heads=16, vocabulary=50257, sequence=256, batch=1, inner=4096),  # 355M
     "deep": Size(layers=48, width=128, heads=2, vocabulary=2048, sequence=32, batch=1, inner=512),  # 9.8M, launch-bound
     "shallow": Size(layers=12, width=128, heads=2, vocabulary=2048, sequence=32, batch=1, inner=512),  # a quarter of it

@@ -35,11 +35,12 @@ AXES: dict[str, tuple[Iterable[str], str]] = {  # what each may be, and its defa
     "link": (LINKS, "loopback"),
     "malloc": (launch.MALLOC, "default"),
 }
-STEPS = {"tiny": 3, "small": 20, "gpt2": 4, "medium": 3, "deep": 10, "shallow": 10}
+STEPS = {"tiny": 3, "small": 20, "gpt2": 4, "gpt2_short": 4, "medium": 3, "deep": 10, "shallow": 10}
 SECONDS = {
     "tiny": 0.01,
     "small": 0.35,
     "gpt2": 5.0,
+    "gpt2_short": 2.5,
     "medium": 14.0,
     "deep": 0.6,
     "shallow": 0.15,

@@ -27,3 +27,4 @@ html_title = f"fzero {release}"
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["versions.js"]

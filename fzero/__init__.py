@@ -15,7 +15,7 @@ from fzero.checkpoint.load import load
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
 from fzero.compile.simulation import Simulation, simulation
-from fzero.error_feedback import CodedError, coded_error, coded_mean
+from fzero.error_feedback import CodedError, coded_error, coded_mean, first_error
 from fzero.errors import (
     CaptureError,
     CheckpointError,
@@ -103,6 +103,7 @@ __all__ = [
     "constrain",
     "data",
     "evaluate",
+    "first_error",
     "forward",
     "grad",
     "groups",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import check_key, recipe_for
 from fzero.compile.step import fakes_on
+from fzero.compile.traced_device import traced_device
 from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.errors import DonatedError, NonFiniteError, SpecError, TreeError, leaf_name
 from fzero.ir.decisions import Decisions
@@ -39,14 +41,17 @@ from fzero.state.state import Life, State
 @untraced_by_dynamo
 @ambient.steady()
 def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
-    """The first state: `params` (a pytree of tensors, or a function of a key that makes one), sharded as `spec` says.
+    """The first state: `params`, sharded as `spec` says. Every rank must call it.
 
-    With `Spec(step=...)` `params` is the whole state. Tensors are copied. With a function, each rank materialises only
-    its shard, and values do not depend on the world size. The function gets `key` (default `fzero.random.key(0)`). If
-    `key` is given, or the loss has a parameter `key`, the state holds a key: a new one for every step. Each part of the
-    global batch gets its own key, and random draws of modules (dropout) are made from it. With a mesh axis `pp`, a rank
-    makes and holds only the leaves of its role. Under torchrun this starts gloo or nccl unless a default group exists.
-    Every rank must call it.
+    params: a pytree of tensors, which are copied, or a function of a key that makes one. With a function, each rank
+    materialises only its shard, and values do not depend on the world size. With `Spec(step=...)` the whole state.
+    spec: the step and its sharding.
+    key: what the function gets (default `fzero.random.key(0)`). If it is given, or the loss has a parameter `key`, the
+    state holds a key: a new one for every step. Each part of the global batch gets its own key, and random draws of
+    modules (dropout) are made from it.
+
+    With a mesh axis `pp`, a rank makes and holds only the leaves of its role. Under torchrun this starts gloo or nccl
+    unless a default group exists.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -67,7 +72,8 @@ def init(params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
 def step(state: State, batch: Any) -> State:
     """One step. Donates `state`: its memory becomes the result's, and its leaves cannot be read any more.
 
-    `batch` is a pytree of tensors: this rank's shard of the global batch, by its coordinates on the data axes. Ranks
+    state: of `fzero.init`, `fzero.load` or the step before.
+    batch: a pytree of tensors, this rank's shard of the global batch, by its coordinates on the data axes. Ranks
     that differ only in `pp` must pass the same batch, which is checked. Leaves that are not tensors are constants of
     the program. A number that changes becomes a scalar tensor at its first change; `fzero.static` marks values that
     stay constants. Mappings of any type, as a tokenizer's BatchEncoding, arrive at the loss as dicts. `result.metrics`
@@ -111,11 +117,12 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:
     """`fn(params, batch)` on the state, which it neither donates nor changes; every rank must call it.
 
-    `fn` runs without gradients, in the spec's precision; with `Spec(step=...)` it gets the whole state instead of the
-    parameters. Parameters are gathered layer by layer, as in the loss. `fn` returns a pytree of tensors and
+    state: of a step; it can be used afterwards. batch: this rank's shard, as in `fzero.step`.
+    fn: runs without gradients, in the spec's precision; with `Spec(step=...)` it gets the whole state instead of the
+    parameters. Parameters are gathered layer by layer, as in the loss. It returns a pytree of tensors and
     `fzero.Mean`s. A Mean becomes the mean over the terms of all ranks; a floating scalar is averaged over the ranks;
-    any other tensor is not reduced. Randomness in `fn` is made from `key`. `fn` is traced once: define it once, outside
-    the loop.
+    any other tensor is not reduced. It is traced once: define it once, outside the loop.
+    key: what randomness in `fn` is made from.
 
     >>> import fzero
     >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.sgd(0.1))
@@ -149,11 +156,17 @@ def lower(
 ) -> Lowered:
     """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
 
-    `params_like` is a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key
-    that makes them; with `Spec(step=...)` the whole state. `batch_like` is one rank's batch. `world_size` defaults to
-    the spec's mesh, `key` is as in `init`. `lowered.program` prints; with a mesh axis `pp` there is one for each role,
-    `lowered.programs[role]`. `lowered.memory` has the planned bytes per rank; `lowered.choices` says what fzero chose.
-    `lowered.decisions` is a record of all that was decided, with reasons.
+    With `Spec(device="cuda")` on a machine without CUDA it is the processor's, and `choices["device"]` says so;
+    `fzero fake-cuda SCRIPT` runs a script where it is CUDA's.
+
+    spec: the step and its sharding.
+    params_like: a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key
+    that makes them; with `Spec(step=...)` the whole state. batch_like: one rank's batch. world_size: by default that
+    of the spec's mesh. key: as in `init`.
+
+    `lowered.program` prints; with a mesh axis `pp` there is one for each role, `lowered.programs[role]`.
+    `lowered.memory` has the planned bytes per rank; `lowered.choices` says what fzero chose. `lowered.decisions` is a
+    record of all that was decided, with reasons.
 
     phase: of a spec with `fzero.Phases`, the name of the one to lower; "" for the first. `lowered.phase` is its name.
 
@@ -173,10 +186,10 @@ def lower(
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise SpecError(f"fzero.lower(world_size={world_size!r}): needed a positive int")
     mesh = mesh_of(spec, world_size)
-    device = torch.device(spec.device or "cpu")
-    transport = transport_name(device, spec.transfers)
-    device = device if backend.of(device).calls.available() else torch.device("cpu")  # shapes do not need the device
-    recipe = recipe_for(spec, params_like, key, device, mesh.data_ranks)
+    transport = transport_name(torch.device(spec.device or "cpu"), spec.transfers)
+    device, note = traced_device(spec.device)
+    there = device if backend.of(device).calls.available() else torch.device("cpu")
+    recipe = recipe_for(spec, params_like, key, there, mesh.data_ranks)
     deciders = decide.table(spec, decisions)
     costs = kept_bucket_costs(transport, mesh)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
@@ -189,7 +202,7 @@ def lower(
             spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase
         )
     decide.check_strategies(lowered.decisions, decisions)
-    return lowered
+    return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------

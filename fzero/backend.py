@@ -19,6 +19,9 @@ class Calls(Protocol):
     def available(self) -> bool:
         """Whether this torch sees such a device."""
 
+    def traceable(self) -> bool:
+        """Whether fake tensors of such a device can be traced here, with their backward."""
+
     def current(self, device: torch.device) -> AbstractContextManager[object]:
         """A context in which kernels are launched on the device."""
 
@@ -42,6 +45,10 @@ class HostCalls:
     """The processor: what it is given is done when the call returns."""
 
     def available(self) -> bool:
+        """True."""
+        return True
+
+    def traceable(self) -> bool:
         """True."""
         return True
 
@@ -74,6 +81,11 @@ class CudaCalls:
     def available(self) -> bool:
         """See `Calls`."""
         return torch.cuda.is_available()
+
+    def traceable(self) -> bool:
+        """See `Calls`. True also in a process that `fzero fake-cuda` started."""
+        found = torch.accelerator.current_accelerator()
+        return found is not None and found.type == CUDA.name
 
     def current(self, device: torch.device) -> AbstractContextManager[object]:
         """See `Calls`."""
@@ -115,6 +127,7 @@ class Backend:
     disk_by_host: what goes to or from the disk passes through the host's memory.
     looks_after: steps between two looks of the host at a value of the device, for which it waits.
     fetch_ahead: how many runs before its use a fetch from the host starts.
+    product_sides: of 16-bit products, sides that are no multiple of it are padded (`fzero.codegen.pad`).
     chunk: elements that elementwise work takes at a time; None: as many as stay in the processor's cache.
     """
 
@@ -130,6 +143,7 @@ class Backend:
     disk_by_host: bool = False
     looks_after: int = 1
     fetch_ahead: int = 1
+    product_sides: int = 1
     chunk: int | None = None
 
 
@@ -138,7 +152,8 @@ CPU = Backend("cpu", HostCalls(), on_host=True, transports=("p2p", "shared"))
 # step for 1, 0.36 for 3 and for 8 (450 TFLOP/s, 45 GB/s each way). chunk: each is a few launches.
 CUDA = Backend(
     "cuda", CudaCalls(), on_streams=True, records_graphs=True, locks_pages=True, has_kernels=True, group="nccl",
-    transports=("nccl",), disk_by_host=True, looks_after=16, fetch_ahead=3, chunk=1 << 22,
+    transports=("nccl",), disk_by_host=True, looks_after=16, fetch_ahead=3, product_sides=8,
+    chunk=1 << 22,
 )  # fmt: skip
 BACKENDS = {backend.name: backend for backend in (CPU, CUDA)}
 UNKNOWN = Backend("unknown", HostCalls(), chunk=1 << 22)  # of any other device, as "meta": nothing is known of it

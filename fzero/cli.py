@@ -20,7 +20,7 @@ from fzero.interop import commands
 from fzero.interop.config import command as config
 from fzero.log import plot
 from fzero.planner import plan_command
-from fzero.tools import doctor, verify_report
+from fzero.tools import doctor, fake_cuda_command, verify_report
 from fzero.tree import suggest
 
 
@@ -77,6 +77,11 @@ COMMANDS: dict[str, Command] = {
         "explain a program: memory, transfers, passes, the road of a leaf; as text or as a page",
         explain_command.add_arguments,
         explain_command.command,
+    ),
+    "fake-cuda": Command(
+        "start Python where fzero.lower gives CUDA's program without a device",
+        fake_cuda_command.add_arguments,
+        fake_cuda_command.command,
     ),
     "plan": Command("choose what a Spec leaves open", plan_command.add_arguments, plan_command.command),
     "plot": Command("draw loss, throughput and memory of runs (fzero.Log)", plot.arguments, plot.command),

@@ -1,4 +1,5 @@
-"""error_feedback: the mean over ranks of a pytree that travels in codes, for a step of your own or an optimizer."""
+"""error_feedback: the mean over ranks of a pytree that travels in codes, for a step of your own or an optimizer; and
+what the codes of a Spec's gradients have lost at first."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from fzero.capture.step_ops import CODED_MEAN
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.coded_mean import padded_size
 from fzero.kernels.codecs import BLOCK, CODECS
+from fzero.precision import Precision, policy
 
 
 class CodedError(NamedTuple):
@@ -33,6 +35,8 @@ class CodedError(NamedTuple):
 def coded_error(x: Any, *, both_ways: bool = False) -> Any:
     """The first error, zeros, of `coded_mean` for pytrees like `x`: a `CodedError` whose leaves are per rank.
 
+    x: the pytree that is sent. both_ways: as in `coded_mean`.
+
     It is a part of the state that `fzero.init` gets or that an optimizer's `init` makes. It takes 4 bytes an element on
     each rank, and 4 / N more with both ways.
 
@@ -46,17 +50,36 @@ def coded_error(x: Any, *, both_ways: bool = False) -> Any:
     return CodedError(PerRank(zeros), PerRank(zeros.clone(), sliced=True) if both_ways else None)
 
 
+def first_error(params: Any, precision: str | Precision) -> Any:
+    """What codes have lost of the gradients of these parameters before the first step: zeros, fp32 and one per rank.
+
+    params: the parameters, or tensors like them. precision: as in `Spec`.
+
+    A pytree of the leaves whose gradients travel in a codec with feedback (`Precision(reduce="sign")`). In a custom
+    step it is a part of the state, for `value_and_grad(error=...)`; the step of `Spec(loss=...)` keeps it itself. It
+    takes 4 bytes an element on each rank, at every ZeRO stage.
+
+    >>> error = first_error({"w": torch.ones(2, 3), "b": torch.ones(3)}, Precision(reduce="sign"))
+    >>> error["w"].value.shape, error["b"]
+    (torch.Size([2, 3]), None)
+    """
+    chosen = policy(precision)
+    coded, _ = tree.partition(params, lambda path, x: chosen.feeds_back and chosen.coding(path, x).reduce is not None)
+    return tree.map(lambda x: PerRank(torch.zeros(x.shape, dtype=torch.float32, device=x.device)), coded)
+
+
 def coded_mean(x: Any, error: Any, codec: str, *, both_ways: bool = False) -> tuple[Any, Any]:
     """(the mean of `x` over the ranks of the data axes, the new error). What travels is coded in blocks of 64.
 
     Each rank codes `x` plus its error, and sends every rank the slice that this one averages; the means are sent to
-    all, in float32 or, with `both_ways`, in codes again. The mean is the same on every rank, and its bits are the same
+    all, in float32 or in codes again. The mean is the same on every rank, and its bits are the same
     over every transport. On one rank nothing is coded.
 
     x: a pytree of float32, bfloat16 or float16 tensors, which may differ between ranks, as the gradients of
     `value_and_grad(reduce=False)`. The mean has its structure, shapes and dtypes. error: a `CodedError` of the state
     (`coded_error` makes the first); None codes without feedback, and what is lost is lost. codec: "int8", "int4",
     "e4m3", "e5m2" or "sign" (1.06, 0.56, 1.06, 1.06 and 0.19 bytes an element and direction, `fzero.kernels.codecs`).
+    both_ways: whether the means are sent in codes too.
 
     An element that is not finite on one rank makes its block not finite on all, and the error too: such a step must be
     discarded as a whole. Raises CaptureError, SpecError.

@@ -28,7 +28,9 @@ class ConfigError(SpecError):
         open: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
-        self.refusals, self.lines, self.open = tuple(refusals), tuple(lines), tuple(open)
+        self.refusals: tuple[tuple[str, str], ...] = tuple(refusals)
+        self.lines: tuple[tuple[str, str, str], ...] = tuple(lines)
+        self.open: tuple[str, ...] = tuple(open)
 
 
 class TreeError(FzeroError, ValueError):
@@ -76,7 +78,7 @@ class HangError(DisagreementError):
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
-        self.missing = tuple(missing)
+        self.missing: tuple[int, ...] = tuple(missing)
 
 
 class CheckpointError(FzeroError):
@@ -87,7 +89,9 @@ class CheckpointError(FzeroError):
     """
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:
-        self.file, self.text, self.errno = str(file), text, errno
+        self.file: str = str(file)
+        self.text: str = text
+        self.errno: int | None = errno
         super().__init__(f"{printable(self.file)}: {text}")
 
 
@@ -108,7 +112,9 @@ class OffloadError(FzeroError):
     """
 
     def __init__(self, file: object, text: str, errno: int | None = None) -> None:
-        self.file, self.text, self.errno = str(file), text, errno
+        self.file: str = str(file)
+        self.text: str = text
+        self.errno: int | None = errno
         super().__init__(f"{printable(self.file)}: {text}")
 
 

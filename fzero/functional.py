@@ -17,13 +17,13 @@ from fzero import random, tree
 from fzero._torch_compat import in_functorch
 from fzero.capture import ambient
 from fzero.capture.context import Tracing, active
+from fzero.capture.gradient_codecs import check_codec
 from fzero.capture.graph import PerRank
 from fzero.capture.joint import Joint
 from fzero.capture.joint_region import combined, means, region_outputs
 from fzero.capture.provenance import describe, user_line
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.mesh import DATA, PIPELINE, parts_of
-from fzero.kernels.codecs import CODECS
 from fzero.precision import Precision, policy
 from fzero.random.keys import is_key
 from fzero.shard.ops import constrained
@@ -41,35 +41,35 @@ def value_and_grad(
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
     reduce: bool = True,
+    error: Any = None,
 ) -> Callable[..., Any]:
     """`fn(params, *args) -> loss` made into `(params, *args) -> (loss, grads)`, both means over the ranks.
 
-    `loss` is a scalar floating tensor, or an `fzero.Mean(total, count)`, whose mean is taken over the global batch.
-    With `has_aux=True` `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`. `aux` is not reduced: each
-    rank gets its own. `grads` has the structure and dtypes of `params`, the first argument; every leaf of it must be
-    floating.
+    fn: its loss is a scalar floating tensor, or an `fzero.Mean(total, count)`, whose mean is taken over the global
+    batch. `grads` has the structure and dtypes of `params`, the first argument; every leaf of it must be floating.
+    has_aux: `fn` returns `(loss, aux)` and the result is `((loss, aux), grads)`. `aux` is not reduced: each rank gets
+    its own.
+    batch_argnum: the argument that microbatches split. microbatches: k, by default the Spec's. Its tensors are split
+    into k equal parts along dim 0. Loss, gradients and floating aux are means over them; other aux is the last one's.
+    allow_unused: a leaf that gets no gradient has a zero gradient; without it, that is an error that names the leaf.
+    key: int64, (2,), the same on every rank. Part j = rank * k + m of the batch has the key `fold_in(key, j)`. `fn`
+    gets it as `key=` if it has a parameter of that name. Random draws of modules inside (dropout) are made from it.
+    scale: a scalar that multiplies the loss before the backward and divides the gradients after their reduction; the
+    returned loss is not scaled. precision: by default the Spec's.
+    reduce: with False the gradients are this rank's own: over its microbatches and not over the ranks. They differ
+    between ranks, and their mean over these is the gradient that True gives. Reduce what is made of them, as with
+    `fzero.coded_mean`; the analysis of the step names a leaf of the state if that is forgotten. The loss is the mean
+    all the same.
+    error: with `Precision(reduce="sign")`, what the codes of earlier gradients have lost: leaves of the state, as
+    `fzero.first_error(params, precision)` begins them. The result is then `(loss, grads, new error)`.
 
-    With k microbatches (by default the Spec's) the tensors of argument `batch_argnum` are split into k equal parts
-    along dim 0. Loss, gradients and floating aux are means over the microbatches; other aux is that of the last one.
-
-    `key` (int64, (2,), the same on every rank) makes randomness: part j = rank * k + m of the batch has the key
-    `fold_in(key, j)`. `fn` gets it as `key=` if it has a parameter of that name. Random draws of modules inside
-    (dropout) are made from it. `scale` (a scalar) multiplies the loss before the backward and divides the gradients
-    after their reduction; the returned loss is not scaled. `precision` is by default the Spec's.
-
-    With `reduce=False` the gradients are this rank's own: over its microbatches and not over the ranks. They differ
-    between ranks, and their mean over these is the gradient that `reduce=True` gives. Reduce what is made of them, as
-    with `fzero.coded_mean`; the analysis of the step names a leaf of the state where that is forgotten. The loss is
-    the mean all the same.
-
-    A leaf that gets no gradient is an error that names it, unless `allow_unused` (then its gradient is zero). Outside a
-    step it computes the same for one rank and one microbatch.
+    Outside a step it computes the same for one rank and one microbatch.
 
     >>> loss, grads = value_and_grad(lambda p, x: (p["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([1.0, 3.0]))
     >>> float(loss), grads["w"].tolist()
     (4.0, [1.0, 3.0])
     """
-    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision, reduce)
+    return _gradient(fn, has_aux, False, batch_argnum, allow_unused, microbatches, key, scale, precision, reduce, error)
 
 
 def with_metrics(
@@ -79,6 +79,7 @@ def with_metrics(
     scale: torch.Tensor | None = None,
     precision: str | Precision | None = None,
     reduce: bool = True,
+    error: Any = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of the loss of a `Spec`, which may return `(loss, {"name": tensor or fzero.Mean})`.
 
@@ -92,13 +93,13 @@ def with_metrics(
     >>> float(value), {name: float(metric) for name, metric in metrics.items()}
     (2.0, {'largest': 3.0, 'positive': 0.5})
     """
-    return _gradient(fn, False, True, 1, None, None, key, scale, precision, reduce)
+    return _gradient(fn, False, True, 1, None, None, key, scale, precision, reduce, error)
 
 
 def _gradient(
     fn: Callable[..., Any], has_aux: bool, metrics: bool, batch_argnum: int, allow_unused: bool | None,
     microbatches: int | None, key: torch.Tensor | None, scale: torch.Tensor | None, precision: str | Precision | None,
-    reduce: bool,
+    reduce: bool, error: Any,
 ) -> Callable[..., Any]:  # fmt: skip
     """`value_and_grad` or `with_metrics`."""
     _check_options(fn, batch_argnum, microbatches, key, scale)
@@ -113,8 +114,9 @@ def _gradient(
             fn, params, args, kwargs, _policy(precision, tracing), has_aux, metrics,
             unused=tracing.allow_unused if tracing and allow_unused is None else bool(allow_unused),
             key=key, scale=scale, microbatches=num, enter=_entering(tracing), reduce=reduce,
+            errors={} if error is None else dict(zip(*tree.flatten(error)[:2], strict=True)),
         )  # fmt: skip
-        _check_codec(joint.precision, tracing, reduce)
+        check_codec(joint, tracing, error)
         _check_params(joint.paths, joint.leaves)
         if joint.precision.loss_scale is not None and scale is None:
             raise CaptureError(
@@ -122,7 +124,8 @@ def _gradient(
                 "scale=state['scale']['scale'] and update it with fzero.LossScale, or give Precision(compute='fp16')"
             )
         outs = region_outputs(joint, joint.value_and_grad, tracing, batch_argnum, _part_keys(key, num))
-        return combined(joint, outs)
+        value, grads, lost = combined(joint, outs)
+        return (value, grads) if error is None else (value, grads, tree.map_with_path(lambda p, _: lost[p], error))
 
     return _steady_outside(wrapped)
 
@@ -131,6 +134,8 @@ def forward(
     fn: Callable[..., Any], *, key: torch.Tensor | None = None, precision: str | Precision | None = None
 ) -> Callable[..., Any]:
     """`fn(params, *args)` without gradients, with parameters gathered layer by layer as in a loss.
+
+    fn: as in `fzero.evaluate`. key: what randomness in it is made from. precision: by default the Spec's.
 
     The result is a pytree of tensors and `fzero.Mean`s. A Mean becomes the mean over the terms of all ranks; a floating
     scalar is averaged over the ranks; any other tensor is not reduced. For evaluation, and for a frozen teacher:
@@ -154,6 +159,8 @@ def forward(
 def grad(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`value_and_grad` without the value: the gradients, or `(grads, aux)` with `has_aux=True`.
 
+    fn, options: as in `value_and_grad`.
+
     >>> grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})["w"].tolist()
     [2.0, 4.0]
     """
@@ -168,6 +175,8 @@ def grad(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 def pmean(x: Any, axis: str | None = None) -> Any:
     """The mean over the ranks of the data axes, of every leaf of a pytree; the same on every rank.
 
+    x: a pytree of tensors. axis: one data axis; None: all of them.
+
     Integers and bools that are the same on all ranks, such as a BatchNorm's count of batches, are returned unchanged.
     If they may differ, there is no mean in their dtype, and CaptureError says so.
 
@@ -178,26 +187,28 @@ def pmean(x: Any, axis: str | None = None) -> Any:
 
 
 def psum(x: Any, axis: str | None = None) -> Any:
-    """The sum over the ranks of the data axes, added in rank order, of every leaf of a pytree."""
+    """The sum over the ranks of the data axes, added in rank order, of every leaf. x, axis: as in `pmean`."""
     return _preduce(x, "sum", axis)
 
 
 def pmax(x: Any, axis: str | None = None) -> Any:
-    """The elementwise maximum over the ranks of the data axes, of every leaf of a pytree."""
+    """The elementwise maximum over the ranks of the data axes, of every leaf. x, axis: as in `pmean`."""
     return _preduce(x, "max", axis)
 
 
 def per_rank(x: Any) -> Any:
     """Marks the leaves of a pytree as per-rank: logical shape (N, ...), each of the N ranks holds one (...).
 
-    At `fzero.init` every rank starts with this value, and in the step each rank sees its own, of shape (...). The
-    values that the step returns for these leaves may differ between ranks.
+    x: a pytree of tensors (...). At `fzero.init` every rank starts with this value, and in the step each rank sees its
+    own, of shape (...). The values that the step returns for these leaves may differ between ranks.
     """
     return tree.map(lambda leaf: leaf if isinstance(leaf, PerRank) else PerRank(leaf), x)
 
 
 def axis_index(axis: str | None = None, device: torch.device | str | None = None) -> torch.Tensor:
     """This rank's index on the data axes, as `jax.lax.axis_index`: a scalar int64, 0 if there is one rank.
+
+    axis: one data axis; None: all of them, numbered together. device: of the result, by default the CPU.
 
     >>> axis_index()
     tensor(0)
@@ -215,8 +226,9 @@ def axis_index(axis: str | None = None, device: torch.device | str | None = None
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` for a loss: its activations are not saved, but recomputed in the backward, bit for bit.
 
-    It uses `torch.utils.checkpoint`. Inside a torch.func transform, which checkpoint does not support, it is `fn`
-    itself. For whole layers by path see `Spec(remat=...)`, which needs no wrapping.
+    fn: any function of tensors. It is called through `torch.utils.checkpoint`. Inside a torch.func transform, which
+    checkpoint does not support, it is `fn` itself. For whole layers by path see `Spec(remat=...)`, which needs no
+    wrapping.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> remat(lambda t: (t.exp() * 2).sum())(x).backward()
@@ -236,9 +248,10 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
 def constrain(x: torch.Tensor, dims: P) -> torch.Tensor:
     """The same value, sharded over mesh axes from here on: as jax's `with_sharding_constraint`.
 
-    dims: the axis of each dim, as in `Spec(shard=...)`; `P()` makes the value replicated. The gradient gets the same
-    sharding. In a loss it changes the transfers, and numbers only by rounding; outside a step, or without the axis, it
-    changes nothing. Along an axis that it does not name, the sharding is what it would be without the call.
+    x: a tensor of the loss. dims: the axis of each dim, as in `Spec(shard=...)`; `P()` makes the value replicated. The
+    gradient gets the same sharding. In a loss it changes the transfers, and numbers only by rounding; outside a step,
+    or without the axis, it changes nothing. Along an axis that it does not name, the sharding is what it would be
+    without the call.
 
     Raises SpecError for more dims than there are, and for a data axis or `pp`.
 
@@ -326,23 +339,6 @@ def _check_options(fn: Any, batch_argnum: Any, microbatches: Any, key: Any, scal
 def _check_key(name: str, key: Any) -> None:
     if key is not None and not is_key(key):
         raise CaptureError(f"{name}(key={describe(key)}): needed a key, as fzero.random.key(0)")
-
-
-def _check_codec(chosen: Precision, tracing: Tracing | None, reduce: bool) -> None:
-    """Raises CaptureError where gradients would not travel in the codec that is asked for."""
-    if chosen.reduce not in CODECS or tracing is None:
-        return
-    if not reduce:
-        raise CaptureError(
-            f"Precision(reduce={chosen.reduce!r}): these gradients stay on their rank (reduce=False, or an optimizer "
-            f"with takes='local'), so none travels in it. Write fzero.coded_mean(grads, codec={chosen.reduce!r}) where "
-            "they are averaged, and take reduce= out"
-        )
-    if chosen.reduce != tracing.precision.reduce:
-        raise CaptureError(
-            f"value_and_grad(precision=Precision(reduce={chosen.reduce!r})): the codec of gradients lies in the layout "
-            "of the state, which the Spec says: Spec(precision=...) with the same reduce="
-        )
 
 
 def _policy(value: str | Precision | None, tracing: Tracing | None) -> Precision:

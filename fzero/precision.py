@@ -36,7 +36,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.field_checks import choice, needs, path_rules
-from fzero.kernels.codecs import CODECS, EXACT, Coding
+from fzero.kernels.codecs import CODECS, EXACT, FED, Coding
 
 DTYPES = {
     "fp32": torch.float32,
@@ -46,7 +46,7 @@ DTYPES = {
 }
 AUTOCAST = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
-_CODECS = tuple(name for name in CODECS if name != "sign")  # signs alone lose too much: they need error feedback
+_CODECS = tuple(name for name in CODECS if name not in FED)
 _TABLE = re.compile(r"emb|tok|pos|vocab|\b(wte|wpe|shared)\b")  # a part of the name of an embedding
 _MOST = 2.0**127  # of a loss scale: fp32 holds it
 
@@ -128,9 +128,13 @@ class Precision:
     compute: the dtype inside the loss, to which parameters and floating leaves of its other arguments are cast; or
         "autocast" ("autocast_fp16"): nothing is cast but by op, as in torch.autocast to bf16 (fp16).
     reduce: the dtype in which gradients are sent. None: the held one, and at least fp32. Or a codec, of "int8", "int4",
-        "e4m3" and "e5m2": each rank sends messages, and the sums are in fp32.
+        "e4m3" and "e5m2": each rank sends messages, and the sums are in fp32. "sign" too: what signs lose is kept on
+        each rank, 4 bytes an element, and sent with the next gradients. Only an optimizer that is linear in gradients
+        may have these, as `optim.freeze_nu` after its warm-up, or `optim.sgd`.
     gather: a codec for parameters: the loss is computed on what they are once they were encoded and decoded, and their
         messages are gathered. Gradients pass it straight through.
+    sums: a codec for sums of activations over axes that cut dims, as those of tensor parallelism: each rank sends
+        messages, and they are added in fp32. Values without rows of 64 elements are summed as they are.
     exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, those of `keep`, and
         embeddings, which are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte",
         "wpe" or "shared".
@@ -149,12 +153,13 @@ class Precision:
     loss_scale: LossScale | None = None
     cast_batch: bool = True
     gather: str | None = None
+    sums: str | None = None
     exact: Sequence[str] | str | None = None
 
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         for name in ("params", "compute", "reduce"):
-            others = AUTOCAST if name == "compute" else _CODECS if name == "reduce" else ()
+            others = AUTOCAST if name == "compute" else CODECS if name == "reduce" else ()
             _dtype(f"Precision({name}=", getattr(self, name), ")", none=True, others=others)
         if self.params == "fp16":
             raise SpecError(
@@ -176,13 +181,20 @@ class Precision:
                 f"Precision(gather={self.gather!r}): needed one of {', '.join(_CODECS)} or None. A dtype in which "
                 "parameters are gathered is compute="
             )
+        if self.sums is not None and self.sums not in _CODECS:
+            raise SpecError(f"Precision(sums={self.sums!r}): needed one of {', '.join(_CODECS)} or None")
         if self.exact is not None:
             path_rules("exact", self.exact, "**/norm*/**")
-            if self.gather is None and self.reduce not in _CODECS:
+            if self.gather is None and self.reduce not in CODECS:
                 raise SpecError(
                     f"Precision(exact={self.exact!r}): no codec is given that would touch a leaf: give gather= or "
-                    f"reduce= one of {', '.join(_CODECS)}"
+                    f"reduce= one of {', '.join(CODECS)}"
                 )
+        if self.feeds_back and self.loss_scale is not None:
+            raise SpecError(
+                f"Precision(reduce={self.reduce!r}, loss_scale=...): what codes lose of one step is sent with the "
+                "next, in the units of a loss scale that changes. Use compute='bf16', which needs none"
+            )
         if self.loss_scale is not None and not isinstance(self.loss_scale, LossScale):
             raise SpecError(f"Precision(loss_scale={self.loss_scale!r}): needed an fzero.LossScale")
 
@@ -224,7 +236,7 @@ class Precision:
         >>> Precision(gather="int8", reduce="int4").coding("wte", torch.zeros(8, 8))
         Coding(gather=None, reduce=None)
         """
-        reduce = self.reduce if self.reduce in _CODECS else None
+        reduce = self.reduce if self.reduce in CODECS else None
         if (self.gather is None and reduce is None) or not leaf.dtype.is_floating_point or self._exact(path, leaf):
             return EXACT
         if leaf.dtype is torch.float64:
@@ -234,6 +246,11 @@ class Precision:
                 f"in exact=, as exact=({path!r},)"
             )
         return Coding(self.gather, reduce)
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what the codes of gradients lose is a part of the state."""
+        return self.reduce in FED
 
     def _exact(self, path: str, leaf: Tensor) -> bool:
         if self.exact is None:

@@ -16,6 +16,7 @@ from fzero.field_checks import needs
 from fzero.ir.mesh import DATA
 from fzero.kernels.codecs import CODECS
 from fzero.optim import GradientTransformation
+from fzero.optim.transform import REFUSE
 from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
 from fzero.plan.memory_use import MemoryUse
@@ -103,9 +104,11 @@ class Spec:
     that moves fewer bytes, for a CUDA device the one that takes less time; `lowered.choices` gives the reason.
     device_bytes, host_bytes: the maximum bytes that a rank may need there. A step that needs more is refused with
     SpecError, which names the op at its peak and the smallest budget that works.
-    matmul: the library for fp32 matrix products on CPU. "default": torch's own choice. "fastest": the faster of torch's
-    two libraries for each shape, measured once per machine and kept in a file (`fzero.codegen.matmul`): the same
-    accuracy. Another machine may choose differently, so the bits hold for this machine only.
+    matmul: the way to compute matrix products on CPU. "default": torch's own choice. "fastest": for each shape the
+    faster of torch's two libraries in fp32, and of torch's own and a product in fp32 in 16 bits, which is 3 to 80 times
+    faster on a processor without bf16 instructions. Measured once per machine and kept in a file
+    (`fzero.codegen.matmul`): the same accuracy. Another machine may choose differently, so the bits hold for this
+    machine only.
     allow_unused: parameters without a gradient get a zero gradient instead of an error.
     on_change: the action if a value that the functions read from Python (a global, a variable of an outer function, an
     attribute) has changed at a later step: "error", or "retrace", which traces a new program.
@@ -227,6 +230,8 @@ class Spec:
                         f"Spec(step=...) already says what a step does: leave out {name}=, or leave out step="
                     )
             self._check_scale()
+            if self.numerics.policy.feeds_back:
+                _check_feedback(self)
             return
         if self.loss is None or self.optimizer is None:
             missing = "loss" if self.loss is None else "optimizer"
@@ -237,6 +242,8 @@ class Spec:
         needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
         if any(tx.takes == "local" for tx in each_of(self.optimizer)):
             _check_local(self)
+        if self.numerics.policy.feeds_back:
+            _check_feedback(self)
 
     def _check_scale(self) -> None:
         chosen = self.numerics.policy
@@ -287,6 +294,35 @@ def _check_local(spec: Spec) -> None:
         raise SpecError(
             f"Spec(mesh={axes}): {takes}, all leaves in one message, and a rank of {other!r} has only its part of "
             f"them. Leave {other!r} out"
+        )
+
+
+def _check_feedback(spec: Spec) -> None:
+    """Raises SpecError for a field that does not go with gradients whose codes feed back what they lose."""
+    asked = f"Precision(reduce={spec.numerics.policy.reduce!r})"
+    if spec.step is None and any(tx.feedback == REFUSE for tx in each_of(spec.optimizer)):
+        raise SpecError(
+            f"{asked}: what signs lose is sent with the next gradients, and this optimizer squares them or is not "
+            "known to be linear in them: it would train worse than without. Give fzero.optim.freeze_nu(lr, after=...), "
+            "whose second moment is frozen after a warm-up with whole gradients, or sgd; an own "
+            "GradientTransformation that is linear says feedback='fed', one of a warm-up feedback='whole'. Or take "
+            "reduce='int8', which needs no feedback"
+        )
+    if spec.reduce == "each":
+        raise SpecError(
+            f"Spec(reduce='each') with {asked}: what is lost is kept once for a step, not once for each microbatch. "
+            "Leave reduce= out"
+        )
+    axes = dict(spec.parallel.axes or {})
+    if other := next((axis for axis, n in axes.items() if axis not in DATA and n != 1), None):
+        raise SpecError(
+            f"Spec(mesh={axes}) with {asked}: what is lost is kept for whole leaves, and a rank of {other!r} has only "
+            f"its part of them. Leave {other!r} out, or take reduce='int8', which needs no feedback"
+        )
+    if all(axis in axes and axes[axis] != 1 for axis in DATA):
+        raise SpecError(
+            f"Spec(mesh={axes}) with {asked}: gradients are summed over one data axis and then over the other, and "
+            "signs of sums would lose more, which nobody keeps. Give one data axis, or take reduce='int8'"
         )
 
 

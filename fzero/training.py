@@ -1,16 +1,17 @@
 """training: the step that `Spec(loss=..., optimizer=...)` stands for. It is an ordinary pure function; write your own
 like it.
 
-The state is {"params", "opt_state"}, with "key" if randomness is asked for, and "loss_scale" with fp16. The optimizer
-sees fp32 parameters, and only the trainable ones. A step whose gradients are not finite may be skipped. Every leaf then
-keeps its bits, on every rank, because the flag is computed from reduced gradients.
+The state is {"params", "opt_state"}, with "key" if randomness is asked for, "loss_scale" with fp16, and "error" where
+gradients travel in codes whose loss is fed back. The optimizer sees fp32 parameters, and only the trainable ones. A
+step whose gradients are not finite may be skipped. Every leaf then keeps its bits, on every rank, because the flag is
+computed from reduced gradients.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 from fzero import optim, random, tree
 from fzero.capture.graph import PerRank
 from fzero.capture.provenance import defined_at
+from fzero.error_feedback import first_error
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.functional import with_metrics
+from fzero.optim.transform import FED
 from fzero.precision import LOW, Precision
 from fzero.spec import Spec
 
@@ -49,6 +52,8 @@ class Training:
             state["key"] = key
         if self.precision.loss_scale is not None:
             state["loss_scale"] = self.precision.loss_scale.init(_device(params))
+        if self.precision.feeds_back:
+            state["error"] = first_error(self._split(params)[0], self.precision)
         return state
 
     def step(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
@@ -60,8 +65,9 @@ class Training:
         loss = self.loss if frozen is None else _joined(self.loss, self.precision)
         arguments = (batch,) if frozen is None else (batch, frozen)
         local = self.optimizer.takes == "local"
-        (value, own), grads = with_metrics(
-            loss, key=draw, scale=scaling.get("scale"), precision=self.precision, reduce=not local
+        precision, error = self._codes(state)
+        (value, own), grads, *errors = with_metrics(
+            loss, key=draw, scale=scaling.get("scale"), precision=precision, reduce=not local, error=error
         )(train, *arguments)
         frozen = _updated(loss, frozen, own.pop(UPDATED, {}))
         _check_names(loss, own)
@@ -72,6 +78,8 @@ class Training:
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
         train = self._rounded(optim.apply_updates(master, updates), train, draw)
         new = {"params": tree.merge(train, frozen), "opt_state": opt_state}
+        if "error" in state:
+            new["error"] = errors[0] if errors else state["error"]
         if self.nonfinite == "ignore":
             return new if next_key is None else {**new, "key": next_key}, metrics
         if local:  # the gradients differ between ranks; what is made of them does not
@@ -97,6 +105,15 @@ class Training:
 
         train, frozen = tree.partition(params, trains)
         return (train, frozen) if tree.flatten(frozen)[1] else (params, None)
+
+    def _codes(self, state: Any) -> tuple[Precision, Any]:
+        """(the policy of this phase, what earlier codes have lost): an optimizer that wants whole gradients gets
+        them."""
+        if not self.precision.feeds_back:
+            return self.precision, None
+        if self.optimizer.feedback == FED:
+            return self.precision, state["error"]
+        return replace(self.precision, reduce=None, exact=self.precision.exact if self.precision.gather else None), None
 
     def _check(self, params: Any) -> None:
         """Raises TreeError for a per-rank parameter, and for a rule under which no leaf can train."""

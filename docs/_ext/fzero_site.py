@@ -32,6 +32,7 @@ API = {  # module: the heading of its page
     "fzero.hardware": "fzero.hardware: machines as data",
 }
 LINK = re.compile(r"\]\(([^)#\s:]+)(#[^)]*)?\)")
+LAST_BLANK = re.compile(r"(^```python\n>>> (?:(?!```).)*?)\n\n```", re.MULTILINE | re.DOTALL)
 
 
 def public_names() -> dict[str, list[str]]:
@@ -103,7 +104,8 @@ def copied() -> dict[str, Path]:
 
 
 def relink_page(app: Sphinx, name: str, content: list[str]) -> None:
-    """Links of a page of `docs/` to files of the repository that are pages here."""
+    """Links of a page of `docs/` to files of the repository that are pages here, and no blank line at a fence's end."""
+    content[0] = LAST_BLANK.sub(r"\1\n```", content[0])
     if not name.startswith("generated/"):
         page = DOCS / f"{name}.md"
         content[0] = relinked(content[0], page, page)
@@ -166,7 +168,10 @@ def fields(paragraph: str, names: set[str]) -> list[str]:
         return paragraph.split("\n")
     before = text[: starts[0].start()].strip()
     ends = [*(m.start() for m in starts[1:]), len(text)]
-    made = [f":param {m[1]}: {text[m.end() : end].strip()}" for m, end in zip(starts, ends, strict=True)]
+    made = []
+    for m, end in zip(starts, ends, strict=True):
+        named = m[1].replace(", ", ",\N{ZERO WIDTH SPACE}")  # Sphinx takes what is before a space for a type
+        made.append(f":param {named}: {text[m.end() : end].strip()}")
     return [*([before, ""] if before else []), *made]
 
 

@@ -17,6 +17,7 @@ from fzero._torch_compat.compute import (
     kernel_of,
     product_precision,
 )
+from fzero._torch_compat.fake_cuda import fake_cuda_attention, fake_cuda_library
 from fzero._torch_compat.fakes import (
     fake_by_kernel,
     fake_detached,
@@ -27,6 +28,7 @@ from fzero._torch_compat.fakes import (
     is_fake,
     quiet_fakes,
 )
+from fzero._torch_compat.inductor_count import inductor_count
 from fzero._torch_compat.process import (
     allocations,
     default_store,
@@ -101,6 +103,8 @@ __all__ = [
     "default_store",
     "distributions_unchecked",
     "fake_by_kernel",
+    "fake_cuda_attention",
+    "fake_cuda_library",
     "fake_detached",
     "fake_empty",
     "fake_of_form",
@@ -117,6 +121,7 @@ __all__ = [
     "in_make_fx",
     "inductor_cache_dir",
     "inductor_compile",
+    "inductor_count",
     "inductor_lacks",
     "inductor_rounds",
     "is_fake",

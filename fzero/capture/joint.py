@@ -39,10 +39,10 @@ log = logging.getLogger("fzero")
 class Mean:
     """The sum of a loss's terms, and how many there are. A loss may return it instead of a mean of its own.
 
-    `total` is a 0-d floating tensor of at least 32 bits; `count` a 0-d tensor that does not depend on the parameters
-    (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all ranks and
-    microbatches, and its gradient is that of this quotient, however the batch is spread. Where the count is 0, both
-    are 0.
+    `total` is a 0-d floating tensor of at least 32 bits; `count` a number, or a 0-d tensor that does not depend on the
+    parameters (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all
+    ranks and microbatches, and its gradient is that of this quotient, however the batch is spread. If the count is 0,
+    both are 0. The total of a metric, or of an evaluation, may be an integer: `(predicted == y).sum()`.
 
     >>> import fzero
     >>> def loss(p, batch):
@@ -54,7 +54,7 @@ class Mean:
     """
 
     total: Tensor
-    count: Tensor
+    count: Tensor | float
 
 
 def safe(count: Tensor) -> Tensor:
@@ -92,6 +92,7 @@ class Joint:
     scale: Tensor | None = None
     microbatches: int = 1
     reduce: bool = True  # over the ranks; else each has its own gradients
+    errors: Mapping[str, Tensor] = field(default_factory=dict)  # by path, what earlier codes of a gradient have lost
     enter: Callable[[str], None] = lambda phase: None  # called where a phase of the trace begins
     marks: Marks = field(default_factory=Marks)
 
@@ -154,8 +155,7 @@ class Joint:
         kinds: list[str] = []
         for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, Mean):
-                _check_mean(leaf, self.fn)
-                outs += [_wide(leaf.total), _wide(leaf.count)]
+                outs += map(_wide, _tensors_of(leaf, self.fn))
                 kinds += ["total", "count"]
                 continue
             if not isinstance(leaf, Tensor):
@@ -216,8 +216,8 @@ class Joint:
         loss, aux = _check_loss(result, self.has_aux, self.fn)
         count = None
         if isinstance(mean := loss, Mean):
-            _check_mean(mean, self.fn)
-            loss, count = mean.total, _wide(mean.count)
+            loss, counted = _tensors_of(mean, self.fn, trained=True)
+            count = _wide(counted)
         if self.metrics:
             return loss, count, self._metrics(metrics or {})
         paths, leaves, self.marks.aux_treedef = tree.flatten(aux)
@@ -238,8 +238,7 @@ class Joint:
         for path, leaf in zip(paths, leaves, strict=True):
             name = f"metric {path!r} of {defined_at(self.fn)}"
             if isinstance(leaf, Mean):
-                _check_mean(leaf, self.fn)
-                outs += [_wide(leaf.total), _wide(leaf.count)]
+                outs += map(_wide, _tensors_of(leaf, self.fn))
                 kinds += ["total", "count"]
                 continue
             if not isinstance(leaf, Tensor):
@@ -327,16 +326,23 @@ def _check_loss(result: Any, has_aux: bool, fn: Callable[..., Any]) -> tuple[Any
     return loss, aux
 
 
-def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
-    """Raises CaptureError unless a Mean holds 0-d tensors of enough bits, and its count needs no gradient."""
+def _tensors_of(mean: Mean, fn: Callable[..., Any], *, trained: bool = False) -> tuple[Tensor, Tensor]:
+    """A Mean's total and count as 0-d tensors of enough bits. An integer total counts exactly, in fp64.
+
+    Raises CaptureError for other things, for a count that needs a gradient, and for an integer total that is `trained`.
+    """
     name = defined_at(fn)
     total, count = mean.total, mean.count
+    whole = isinstance(total, Tensor) and not (total.dtype.is_floating_point or total.dtype.is_complex)
+    if whole and total.ndim == 0 and not trained:
+        total = total.to(torch.float64)
     if not isinstance(total, Tensor) or total.ndim != 0 or not total.dtype.is_floating_point:
         raise CaptureError(f"Mean(total=...) of {name} is {describe(total)}: needed a floating 0-d tensor, a .sum()")
+    if isinstance(count, int | float) and not isinstance(count, bool):
+        count = torch.full((), count, device=total.device)
     if not isinstance(count, Tensor) or count.ndim != 0:
         raise CaptureError(
-            f"Mean(count=...) of {name} is {describe(count)}: needed a 0-d tensor, as mask.sum(). Of a fixed number n "
-            "write torch.full((), n)"
+            f"Mean(count=...) of {name} is {describe(count)}: needed a number, or a 0-d tensor, as mask.sum()"
         )
     if total.dtype in LOW:
         raise CaptureError(
@@ -352,3 +358,4 @@ def _check_mean(mean: Mean, fn: Callable[..., Any]) -> None:
         raise CaptureError(
             f"Mean(count=...) of {name} depends on the parameters, and a mean's count has no gradient: detach() it"
         )
+    return total, count

@@ -60,14 +60,15 @@ def region_outputs(
     return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
 
 
-def combined(joint: Joint, outs: list[torch.Tensor]) -> Any:
-    """(loss, gradients) from a region's outputs: reduced, divided, and in the parameters' dtypes.
+def combined(joint: Joint, outs: list[torch.Tensor]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """(loss, gradients, new errors by path) from a region's outputs: reduced, divided, and in the parameters' dtypes.
 
     Gradients that are not reduced over the ranks have a mean that is: they are divided by a rank's share of a `Mean`'s
     count.
     """
     marks = joint.marks
     how = "sum" if marks.has_count else "mean"
+    errors = dict(joint.errors)
     end = 1 + len(marks.grad_of)
     loss = _reduce(outs[0], how)
     divisor = safe(_reduce(outs[end], "sum")) if marks.has_count else None
@@ -79,16 +80,20 @@ def combined(joint: Joint, outs: list[torch.Tensor]) -> Any:
         if i not in grad_at:
             grads.append(torch.zeros_like(leaf))
             continue
-        g = _reduce(grad_at[i], how) if joint.reduce else grad_at[i]
+        path, g = joint.paths[i], grad_at[i]
+        if path in errors:
+            g, errors[path] = _fed(g, errors[path], str(joint.precision.reduce), how)
+        elif joint.reduce:
+            g = _reduce(g, how)
         g = g if share is None else g / share
         g = g if joint.scale is None else g / joint.scale
         held_low = joint.precision.params is not None  # the update is made in fp32 then
         grads.append(g.to(joint.precision.sum_dtype(leaf.dtype) if held_low else leaf.dtype))
     aux = outs[end + marks.has_count :]
+    result = tree.unflatten(joint.treedef, grads)
     if joint.metrics:
-        return (loss, means(joint, aux)), tree.unflatten(joint.treedef, grads)
-    value = (loss, tree.unflatten(marks.aux_treedef, aux)) if joint.has_aux else loss
-    return value, tree.unflatten(joint.treedef, grads)
+        return (loss, means(joint, aux)), result, errors
+    return (loss, tree.unflatten(marks.aux_treedef, aux)) if joint.has_aux else loss, result, errors
 
 
 def means(joint: Joint, outs: list[torch.Tensor]) -> Any:
@@ -106,6 +111,12 @@ def _reduce(x: torch.Tensor, how: str) -> torch.Tensor:
     tracing = active()
     result: torch.Tensor = torch.ops.fzero.reduce(x, how, tracing.axis if tracing else "dp")
     return result
+
+
+def _fed(x: torch.Tensor, error: torch.Tensor, codec: str, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tracing = active()
+    mean, lost = torch.ops.fzero.fed_mean(x, error, codec, how, tracing.axis if tracing else "dp")
+    return mean, lost
 
 
 def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[torch.Tensor], prefix: str) -> None:

@@ -26,13 +26,14 @@ def scan(
 ) -> tuple[Any, Any]:  # fmt: skip
     """A loop over dim 0 of `xs`, as `jax.lax.scan`: `carry, y = f(carry, x)` for each x; returns (last carry, ys).
 
-    init: a pytree of tensors; `f` returns a carry of its shapes and dtypes. xs: a pytree of tensors (T, ...), or None
-    with `length=T`. ys: y's leaves, stacked along dim 0. reverse: from the last x to the first; ys lie as xs do.
+    f: returns a carry of the shapes and dtypes of `init`. init: a pytree of tensors. xs: a pytree of tensors (T, ...),
+    or None with `length=T`. length: T, if xs is None. ys: y's leaves, stacked along dim 0. reverse: from the last x to
+    the first; ys lie as xs do.
 
     In a step the loop is one op of the program: `f` is captured once, forward and backward, whatever T is. Tensors
-    that `f` closes over get gradients. What the backward reads is kept for all T steps; with `remat` only the carry,
-    and each step is computed again. `f` may not draw from the loss's own key: split a key, and pass the parts in xs.
-    Outside of a step this is a Python loop.
+    that `f` closes over get gradients. What the backward reads is kept for all T steps. remat: only the carry is
+    kept, and each step is computed again. `f` may not draw from the loss's own key: split a key, and pass the parts in
+    xs. Outside of a step this is a Python loop.
 
     Raises CaptureError for a carry that changes its form, leaves that are no tensors, and lengths that differ.
 

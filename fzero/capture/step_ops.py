@@ -1,10 +1,11 @@
-"""step_ops: the ops of fzero that a step holds: `region`, `reduce`, `coded_mean` and `axis_index`; while it is captured
-also `equal`.
+"""step_ops: the ops of fzero that a step holds: `region`, `reduce`, `fed_mean`, `coded_mean` and `axis_index`; while it
+is captured also `equal`.
 
 `region` stands for one `value_and_grad`, by its index in the trace's regions. `coded_mean` gives the mean of a flat
-value, then the new error for each that it was given (`fzero.ir.coded_mean`). All but `region` have kernels too,
-for calls outside a step, where the world is one rank. `equal` is its operand, which must be the same on all ranks:
-`varying` proves it, and removes the node.
+value, then the new error for each that it was given (`fzero.ir.coded_mean`). `fed_mean` is the reduction of one
+gradient that travels in codes: the mean (or sum, for a loss that is a `Mean`), then the new error. All but `region`
+have kernels too, for calls outside a step, where the world is one rank. `equal` is its operand, which must be the same
+on all ranks: `varying` proves it, and removes the node.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("region(Tensor[] inputs, int index) -> Tensor[]")
 _LIBRARY.define("reduce(Tensor x, str op, str axis) -> Tensor")
 _LIBRARY.define("coded_mean(Tensor x, Tensor[] errors, int[] sizes, str codec, bool both, str axis) -> Tensor[]")
+_LIBRARY.define("fed_mean(Tensor x, Tensor error, str codec, str op, str axis) -> Tensor[]")
 _LIBRARY.define("equal(Tensor x) -> Tensor")
 _LIBRARY.define("axis_index(str axis, Device device) -> Tensor")
 REGION = torch.ops.fzero.region.default
 REDUCE = torch.ops.fzero.reduce.default
 CODED_MEAN = torch.ops.fzero.coded_mean.default
+FED_MEAN = torch.ops.fzero.fed_mean.default
 EQUAL = torch.ops.fzero.equal.default
 AXIS_INDEX = torch.ops.fzero.axis_index.default
 
@@ -59,6 +62,16 @@ def _coded_mean_alone(
     return alone(x, *errors)
 
 
+@torch.library.register_fake("fzero::fed_mean", lib=_LIBRARY)
+def _fed_mean_fake(x: torch.Tensor, error: torch.Tensor, codec: str, op: str, axis: str) -> Any:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(error)]
+
+
+@torch.library.impl("fzero::fed_mean", "CompositeExplicitAutograd", lib=_LIBRARY)
+def _fed_mean_alone(x: torch.Tensor, error: torch.Tensor, codec: str, op: str, axis: str) -> Any:
+    return alone(x, error)
+
+
 @torch.library.register_fake("fzero::equal", lib=_LIBRARY)
 def _equal_fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -89,3 +102,18 @@ class CodedCall(NamedTuple):
         """Those of a node."""
         x, errors, sizes, codec, both, axis = cast(Any, node.args)
         return cls(x, (*errors,), (*sizes,), codec, both, axis)
+
+
+class FedCall(NamedTuple):
+    """The arguments of a node of `fed_mean`."""
+
+    x: fx.Node
+    error: fx.Node
+    codec: str
+    op: str
+    axis: str
+
+    @classmethod
+    def of(cls, node: fx.Node) -> FedCall:
+        """Those of a node."""
+        return cls(*cast(Any, node.args))

@@ -10,7 +10,7 @@ from torch import fx
 
 from fzero.capture.graph import Graph
 from fzero.capture.provenance import describe
-from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, EQUAL, REDUCE, REGION
+from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, EQUAL, FED_MEAN, REDUCE, REGION
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
 
@@ -70,9 +70,10 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
         operands = node.all_input_nodes
         if node.target is operator.getitem and operands[0].target is REGION:
             operands = _reached(graph, operands[0], node.args[1])
-        if node.target is operator.getitem and fx_nodes.operand(node).target is CODED_MEAN and node.args[1] == 0:
+        coded = node.target is operator.getitem and fx_nodes.operand(node).target in (CODED_MEAN, FED_MEAN)
+        if coded and node.args[1] == 0:
             continue  # the mean; what follows it are errors, of each rank its own
-        if node.target in (AXIS_INDEX, CODED_MEAN) or any(operand in varying for operand in operands):
+        if node.target in (AXIS_INDEX, CODED_MEAN, FED_MEAN) or any(operand in varying for operand in operands):
             varying.add(node)
     return varying
 

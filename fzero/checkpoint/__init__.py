@@ -13,8 +13,11 @@ from fzero.disk.calls import Disk
 
 
 def manifest(directory: str | os.PathLike[str], disk: Disk | None = None) -> Manifest:
-    """Returns the manifest of a checkpoint (`.step`, `.extra`, `.leaves`): of a step's directory, or of the newest
-    committed step of a run's directory. Raises CheckpointError if there is none, CorruptError if it is damaged."""
+    """Returns the manifest of a checkpoint (`.step`, `.extra`, `.leaves`).
+
+    directory: of a step, or of a run, whose newest committed step is meant. disk: the calls that read files, for tests.
+    Raises CheckpointError if there is none, CorruptError if it is damaged.
+    """
     return records.read(locate(directory, disk), disk)
 
 

@@ -93,11 +93,14 @@ class Checkpointer:
         disk: Disk | None = None,
     ) -> None:
         """Raises CheckpointError for an option out of range."""
-        self.dir, self.every, self.keep, self.background = Path(dir), every, keep, background
+        self.dir: Path = Path(dir)
+        self.every: int | None = every
+        self.keep: int | None = keep
+        self.background: bool = background
         for name, number in (("every", every), ("keep", keep)):
             if number is not None and (type(number) is not int or number < 1):
                 raise CheckpointError(self.dir, f"Checkpointer({name}={number!r}): needed a positive int, or None")
-        self.disk = disk or Disk()
+        self.disk: Disk = disk or Disk()
         self.extra: Mapping[str, Any] = {}
         self.saved: int | None = None  # the step last saved or begun to be
         self._due: tuple[State, Extra] | None = None  # a save that is due, or late

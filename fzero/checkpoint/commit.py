@@ -39,7 +39,8 @@ OURS = re.compile(rf"shard-[0-9]{{5,7}}\.safetensors|{re.escape(MANIFEST)}|{MARK
 def committed(run: Path, disk: Disk | None = None) -> Iterator[tuple[int, Path]]:
     """Yields (step, directory) of every committed checkpoint of a run, the newest first.
 
-    A checkpoint is committed if its marker fits its manifest. Others with a marker are logged and passed over.
+    run: its directory. disk: the calls that read files, for tests. A checkpoint is committed if its marker fits its
+    manifest. Others with a marker are logged and passed over.
     """
     disk = disk or Disk()
     for step, path in sorted(_steps(run, disk), reverse=True):
@@ -81,7 +82,8 @@ def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
     """Returns the checkpoint that a directory stands for: itself if it holds a manifest, or the newest committed one of
     a run.
 
-    Raises CheckpointError if there is none.
+    directory: of a run or of a step. disk: the calls that read files, for tests. Raises CheckpointError if there is
+    none.
     """
     disk = disk or Disk()
     path = Path(directory)

@@ -60,15 +60,14 @@ def load(
     per_rank: str = KEEP,
     disk: Disk | None = None,
 ) -> State:
-    """Returns the state that `fzero.save` wrote to `dir`: a run's directory (its newest committed step) or one step's.
+    """Returns the state that `fzero.save` wrote.
 
-    spec: the spec to train with from here on. World, ZeRO stage, buckets and microbatches may differ from those of the
-    save.
+    dir: a run's directory (its newest committed step) or one step's. spec: the spec to train with from here on. World,
+    ZeRO stage, buckets and microbatches may differ from those of the save.
 
     like: a State, or the params that `fzero.init` would get. A State is donated: its spec and its memory are used. Of
     params only the shapes are read. Without `like` the tree is made from the checkpoint, which knows dicts, lists,
     tuples and None.
-
     key: as in `init`, for a state whose checkpoint holds none. A key in the checkpoint is loaded like every leaf.
 
     strict: any difference between the leaves is a MismatchError that shows all of it, and nothing is loaded. With
@@ -77,6 +76,7 @@ def load(
 
     per_rank: what becomes of leaves of `fzero.per_rank` that another number of ranks has saved: "refuse", or "mean",
     which gives every rank the mean of a floating one. So what is owed (`fzero.coded_error`) is kept. Not for a State.
+    disk: the calls that read files, for tests.
 
     Every rank must call it. Raises CheckpointError: CorruptError for damaged files, MismatchError for other leaves. A
     state given as `like` stays usable unless reading fails after writing began; then it is marked unusable.

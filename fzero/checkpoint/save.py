@@ -80,11 +80,17 @@ def save(
 ) -> Path:
     """Writes a checkpoint of `state` into a new directory, `directory/step-00000120`, and returns its path. Collective.
 
+    state: of a step; it can be used afterwards.
+
+    directory: of the run, on a file system that all ranks share.
+
     extra: any JSON (dict, list, str, int, float, bool, None), such as the position in the data; the same on every rank.
 
     keep: how many checkpoints to keep, this one and the newest of the others. None: all of them.
 
-    Every rank calls it, and `directory` must be on a file system that all of them share. Older checkpoints stay as they
+    disk: the calls that write files, for tests.
+
+    Every rank calls it. Older checkpoints stay as they
     are until this one is committed. The same step with the same contents again is no error.
 
     Raises CheckpointError on every rank if one of them fails. Raises DonatedError for a state that a step consumed,
@@ -120,9 +126,9 @@ def save(
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
     """Returns this rank's parts of a state, copied to host memory, for `write` to write while training goes on.
 
-    It is no collective: a rank that fails raises alone. reuse: an earlier snapshot that is not needed any more. Its
-    memory is taken, since touching new memory costs more than copying. Raises DonatedError, and CheckpointError for an
-    `extra` that is no JSON.
+    It is no collective: a rank that fails raises alone. state: of a step. extra: as in `save`. reuse: an earlier
+    snapshot that is not needed any more. Its memory is taken, since touching new memory costs more than copying. Raises
+    DonatedError, and CheckpointError for an `extra` that is no JSON.
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.checkpoint.snapshot needs a State, got {type(state).__name__}")
@@ -139,7 +145,8 @@ def write(
 ) -> Path:
     """Writes a snapshot, as `fzero.save` does, and returns the checkpoint's directory. Collective.
 
-    It may run in any thread. group: a gloo group that nothing else uses meanwhile; None: the default group.
+    It may run in any thread. snapshot: of this rank. directory, keep, disk: as in `save`. group: a gloo group that
+    nothing else uses meanwhile; None: the default group.
     """
     world_size = len(snapshot.manifest.shards)
     return _write(snapshot.rank, world_size, lambda: snapshot, Path(directory), keep, group, disk or Disk())

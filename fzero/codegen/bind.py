@@ -23,6 +23,7 @@ from fzero.codegen import inplace, matmul, out_forms, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.out_forms import Call
 from fzero.codegen.segment_memory import layout, tensor_at
+from fzero.codegen.widened import is_widened
 from fzero.ir import as_strided, fx_nodes, fx_values, op_info
 
 aten = torch.ops.aten
@@ -70,6 +71,9 @@ def bind(
             calls += tiling.calls(chain, env, blocks, results[0] if results else None, calls_of)
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        if is_widened(node):
+            env[node] = args[0]
+            continue
         into = {i: memory_of((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
         if node.target is operator.getitem or fx_nodes.is_view(node):
             env[node] = node.target(*args, **kwargs)

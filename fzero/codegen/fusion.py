@@ -5,9 +5,10 @@
    stretch they are as fast, write into given memory without a copy, and keep their bits.
 2. Consecutive fusible nodes make a *stretch*. Views are no border: they are made again on either side of one. The order
    of the other ops does not change. So the peak changes only by the values that the stretch no longer makes.
-3. A stretch of which two or more ops compute something becomes a `Fused` node. That is a graph that reads its inputs
-   and writes its results into given memory. It is compiled once for each hash. One op alone gains little
-   (docs/compile.md).
+3. A stretch of which two or more ops compute something becomes a `Fused` node. On CUDA one op is enough, if aten would
+   copy its result, as a norm's, or if it packs several values into one, which are then copied. It is a graph that reads
+   its inputs and writes its results into given memory. It is compiled once for each hash. On the processor one op alone
+   gains little (docs/compile.md).
 
     m = mm(x, w);  a = add(r, m);  n = layer_norm(a, g, b);  q = mm(n, u)
     becomes   m = mm(x, w);  a, n, mean, rstd = fused(r, m, g, b);  q = mm(n, u)
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero._torch_compat import function_schema, inductor_rounds
+from fzero.codegen import out_forms
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import Op
 from fzero.ir.op_info import of
@@ -30,6 +33,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import HOST, Ref
 
 aten = torch.ops.aten
+PACKS = frozenset({aten.stack.default, aten.cat.default})
 AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it the time is not in the loops
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -160,7 +164,7 @@ def is_fusible(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_fusible(fx_nodes.operand(node))
     schema = fx_nodes.schema(node)
-    how = of(node.target).fusion
+    how = of(node.target).fusion or (_packs(node) and "move")
     if schema is None or not how:
         return False
     values = [t for n in (node, *node.all_input_nodes) for t in fx_values.tensors(n.meta.get("val"))]
@@ -180,7 +184,7 @@ def _is_tanh(node: fx.Node) -> bool:
 
 
 def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Maximal runs of fusible nodes of which two or more compute something."""
+    """Maximal runs of fusible nodes of which two or more compute something, or one whose result aten would copy."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
         if not fx_nodes.is_compute(node) or _is_aten_view(node):
@@ -189,7 +193,7 @@ def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
             runs[-1].append(node)
         elif runs[-1]:
             runs.append([])
-    return [run for run in runs if sum(_computes(n) for n in run) > 1]
+    return [run for run in runs if sum(_computes(n) for n in run) > 1 or any(_is_copied(n) or _packs(n) for n in run)]
 
 
 def _is_aten_view(node: fx.Node) -> bool:
@@ -201,8 +205,28 @@ def _computes(node: fx.Node) -> bool:
     """Whether a node counts as work.
 
     Casts and copies are not counted: ZeRO stages differ in them, and every stage must make the same fusion decision.
+    Packing several values into one is the step's own.
     """
-    return node.target is not operator.getitem and of(node.target).fusion != "move"
+    if node.target is operator.getitem:
+        return False
+    return of(node.target).fusion != "move" and (bool(of(node.target).fusion) or _packs(node))
+
+
+def _packs(node: fx.Node) -> bool:
+    """Whether a node packs several values into one on a device: a compiler writes what is made of it in one pass."""
+    return node.target in PACKS and _on_device(node)
+
+
+def _on_device(node: fx.Node) -> bool:
+    """Whether a node's kernels are launched on a device, where each copy is a pass over memory of its own."""
+    return backend.of(fx_values.tensors(node.meta["val"])[0].device).on_streams
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether aten would copy the results of an op, on a device where a copy is a kernel and a pass over memory."""
+    if node.target is operator.getitem or not _computes(node) or not fx_values.results(node):
+        return False
+    return _on_device(node) and not (out_forms.special_form(node) or out_forms.form_of(node))
 
 
 def _moved(stretch: Sequence[fx.Node]) -> int:

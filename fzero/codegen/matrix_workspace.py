@@ -131,9 +131,15 @@ def _trilinear(node: fx.Node) -> int:
 
 def _onednn_matmul(node: fx.Node) -> int:
     """Blocks of both operands in oneDNN's order. With an addend, a transposed left operand is copied too."""
-    left = fx_nodes.operand(node, -2).meta["val"]
-    copied = operand_bytes(node, -2) if len(node.args) > 2 and not left.is_contiguous() else 0
-    return copied + min(operand_bytes(node, -1) + operand_bytes(node, -2) + 1024, 545_792) * torch.get_num_threads()
+    left, right = (4 * fx_nodes.operand(node, place).meta["val"].numel() for place in (-2, -1))
+    copied = left if len(node.args) > 2 and not fx_nodes.operand(node, -2).meta["val"].is_contiguous() else 0
+    return copied + min(left + right + 1024, 545_792) * torch.get_num_threads()
+
+
+def _widened_matmul(node: fx.Node) -> int:
+    """The operands and the result in fp32, and what oneDNN needs for these."""
+    wide = [*(fx_nodes.operand(node, i).meta["val"] for i in range(len(node.args))), node.meta["val"]]
+    return 4 * sum(value.numel() for value in wide) + _onednn_matmul(node)
 
 
 FORMULAS: dict[str, Formula] = {
@@ -161,6 +167,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.cholesky.default": lambda node: _lapack(0)(node) - operand_bytes(node),
     "aten._trilinear.default": _trilinear,
     **{str(form): _onednn_matmul for form in (*matmul.FORMS.values(), *matmul.OUT_FORMS.values())},
+    **{str(form): _widened_matmul for form in (*matmul.WIDENED.values(), *matmul.WIDENED_OUT.values())},
     "aten.linalg_inv_ex.default": lambda node: operand_bytes(node) + _per_matrix(1)(node),
     "aten._linalg_svd.default": lambda node: operand_bytes(node) + _per_matrix(1)(node),
     "aten._linalg_eigh.default": _per_matrix(3),

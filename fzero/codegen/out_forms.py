@@ -75,6 +75,8 @@ def _fits(node: fx.Node) -> bool:
 
     On CUDA `index_add_` adds rows in any order; torch's own backward of an embedding sorts them.
     """
+    if node.target is aten.constant_pad_nd.default:
+        return min(node.args[1], default=0) >= 0  # type: ignore[arg-type]
     if node.target is aten.embedding.default:
         return bool(node.args[1].meta["val"].is_contiguous())  # type: ignore[union-attr]
     if node.target is aten.embedding_dense_backward.default:
@@ -183,6 +185,18 @@ def _embedding_backward_by_columns(
         yield partial(copy_result, partial(kernel, grad[..., columns], index, *rest), into[:, columns])
 
 
+def _padded(into: torch.Tensor, x: torch.Tensor, pads: Sequence[int], value: float = 0) -> Iterator[Call]:
+    """The strips around, dim by dim from the last, then what lies between them."""
+    inner = into
+    for number in range(len(pads) // 2):
+        dim, before, after = -1 - number, pads[2 * number], pads[2 * number + 1]
+        size = inner.shape[dim]
+        strips = inner.narrow(dim, 0, before), inner.narrow(dim, size - after, after)
+        yield from (partial(strip.fill_, value) for strip in strips if strip.numel())
+        inner = inner.narrow(dim, before, size - before - after)
+    yield partial(inner.copy_, x)
+
+
 _FORMS: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.clone.default: _copy,
     aten.copy.default: _copy_over,
@@ -202,6 +216,7 @@ _FORMS: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.full_like.default: _full,
     aten.scalar_tensor.default: _scalar,
     torch.ops.fzero.strided_scatter.default: _strided_scatter,
+    aten.constant_pad_nd.default: _padded,
     aten.slice_scatter.default: _scatter(aten.slice.Tensor),
     aten.select_scatter.default: _scatter(aten.select.int),
     aten.diagonal_scatter.default: _scatter(aten.diagonal.default),

@@ -15,6 +15,7 @@ from torch import fx
 
 from fzero.codegen import inplace, out_forms, tiling
 from fzero.codegen.fusion import Fused
+from fzero.codegen.widened import is_widened
 from fzero.codegen.workspace import workspace_bytes
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, fx_values, segments
@@ -64,6 +65,7 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
     lives = values.lives
     for chain in chains:
         lives = _at_the_last(chain, lives, position)
+    lives = {key: life for key, life in lives.items() if not is_widened(key[0])}
     values = fx_values.Values(lives, values.outputs)
     tiled = {node for chain in chains for node in chain.nodes[:-1]}
     homes = inplace.homes(gm, values, apart, tiled)

@@ -11,6 +11,10 @@ whole.
 
     a = nll_loss_backward(g, x, y)        for rows of x: a = nll_loss_backward(g, x[rows], y[rows])
     b = _log_softmax_backward(a, x)                      b[rows] = _log_softmax_backward(a, x[rows])
+
+A gradient that an update reads in a narrower dtype is cast in tiles too, right before the update of the same elements:
+
+    c = f32(g); adamw_(p, c, m, v)        for each tile: c = f32(g[tile]); adamw_(p[tile], c, m[tile], v[tile])
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch import fx
 
 from fzero import backend
 from fzero.codegen.inplace import by_rows
+from fzero.codegen.widened import is_for_its_users
 from fzero.ir import fx_nodes, op_info
 from fzero.ir.op_info import of
 
@@ -73,10 +78,10 @@ class Chain:
         `env` holds the operands' whole tensors, `blocks` 1-D memory for a tile of each value between the ops.
         """
         _, head = _head(self.nodes[0]) or (0, {})
-        along = {operand: self.dim for node in self.nodes[1:] for operand in node.all_input_nodes}
+        along = {n: self.dim for node in self.nodes[1:] for n in node.all_input_nodes if n.meta["val"].ndim}
         along |= {fx_nodes.operand(self.nodes[0], index): dim for index, dim in head.items()}
         outer = {n: env[n] for node in self.nodes for n in node.all_input_nodes if n not in self.nodes}
-        size = self.nodes[0].meta["val"].shape[self.dim]
+        size = next(outer[n].shape[dim] for n, dim in along.items() if n in outer)
         for start in range(0, size, self.step):
             width = min(self.step, size - start)
             operands = {n: x.narrow(along[n], start, width) if n in along else x for n, x in outer.items()}
@@ -108,7 +113,7 @@ def _head(node: fx.Node) -> Cut | None:
         return None
     value = node.meta["val"]
     here = backend.of(value.device).on_host
-    return head(node) if here and value.ndim == 2 and value.is_contiguous() else None
+    return head(node) if here and value.is_contiguous() else None
 
 
 def _chain(head: fx.Node, dim: int, taken: Collection[fx.Node]) -> Chain | None:
@@ -128,8 +133,10 @@ def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
     shape = before.meta["val"].shape
     cast = node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}
     copied = node.target is aten.copy_.default and node.args[1] is before
-    fits = cast or copied or _exact(node) or (dim == 0 and by_rows(node))
-    alike = all(isinstance(x := n.meta["val"], torch.Tensor) and x.shape == shape for n in node.all_input_nodes)
+    widens = bool(of(node.target).widens) and len(shape) == 1
+    fits = cast or copied or widens or _exact(node) or (dim == 0 and by_rows(node))
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    alike = all(isinstance(x, torch.Tensor) and (x.shape == shape or (widens and not x.ndim)) for x in values)
     return fits and alike and all(n.meta["val"].is_contiguous() for n in node.all_input_nodes)
 
 
@@ -188,15 +195,25 @@ def calls(
 
 def _of_a_loss(node: fx.Node) -> Cut | None:
     """By rows, of a mean or a sum: then the gradient of the loss is one number."""
-    return (0, {1: 0, 2: 0}) if node.args[4] in (1, 2) else None
+    return (0, {1: 0, 2: 0}) if node.args[4] in (1, 2) and node.meta["val"].ndim == 2 else None
 
 
 def _of_an_embedding(node: fx.Node) -> Cut | None:
     """By columns, in 16 bits, where rows are not scaled by how often they come."""
-    return (1, {0: -1}) if node.meta["val"].dtype.itemsize < 4 and not node.args[4] else None
+    value = node.meta["val"]
+    return (1, {0: -1}) if value.dtype.itemsize < 4 and value.ndim == 2 and not node.args[4] else None
+
+
+def _of_an_update(node: fx.Node) -> Cut | None:
+    """A cast that an update reads, of a flat slice. A tile begins at a multiple of 64 elements."""
+    return (0, {0: 0}) if node.meta["val"].ndim == 1 and is_for_its_users(node) else None
 
 
 op_info.fill(
     "tile_head",
-    {aten.nll_loss_backward.default: _of_a_loss, aten.embedding_dense_backward.default: _of_an_embedding},
+    {
+        aten.nll_loss_backward.default: _of_a_loss,
+        aten.embedding_dense_backward.default: _of_an_embedding,
+        aten._to_copy.default: _of_an_update,
+    },
 )

@@ -11,8 +11,10 @@ import torch
 
 from fzero.capture.graph import Graph
 from fzero.compile import judged
+from fzero.compile.roofline import Roofline, counted_by_inductor, roofline
 from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
+from fzero.cost.rates import H100, Rates
 from fzero.errors import FzeroError
 from fzero.html_table import html_facts
 from fzero.ir import fx_nodes
@@ -141,6 +143,22 @@ class Lowered:
     def memories(self) -> Mapping[int, MemoryAccount]:
         """By role, the bytes by kind at the planned peak, and the peak: per rank."""
         return {role: account(program) for role, program in self.programs.items()}
+
+    def roofline(self, rates: Rates = H100, role: int = 0, *, by_inductor: bool = False) -> Roofline:
+        """The calls, kernels, bytes and operations of a step's compute by kind, with the seconds that they take at
+        `rates`: an account that prints.
+
+        by_inductor: clusters are counted by the code that Inductor writes for an H100. Raises FzeroError for it outside
+        of a process of `fzero fake-cuda`. Else a cluster reads its inputs and writes its results once.
+
+        >>> import torch, fzero
+        >>> spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).square().mean(), optimizer=fzero.optim.adamw(1e-3))
+        >>> found = fzero.lower(spec, {"w": torch.zeros(512, 512)}, torch.zeros(64, 512)).roofline()
+        >>> found["product"].calls, found["product"].flops, found.unaligned
+        (2, 67108864, ())
+        """
+        program, how = self.programs[role], self.asked.compile
+        return roofline(program, how, rates, counted_by_inductor(program, how) if by_inductor else None)
 
     @property
     def memory(self) -> MemoryAccount:

@@ -14,6 +14,7 @@ from fzero.ir.records import DISK
 def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTime:
     """Returns the predicted time of a step on one rank, by lane, with the bytes that it writes to disk.
 
+    lowered: of `fzero.lower`. rank: the one whose time is returned.
     rates: a machine (`fzero.hardware.load("h100")`), `fzero.cost.rates.H100`, or figures of your own. A transfer is
     priced by its kind, its axis and the ranks of that. The roles of a pipeline are simulated together: a role waits
     for the messages of others. A lane of the device that has no rate takes no time. Raises SpecError where a lane of

@@ -96,7 +96,9 @@ class Simulation:
 
 
 def simulation(lowered: Lowered, rates: Rates | Hardware) -> Simulation:
-    """A step of all roles, simulated together. rates, and what is raised: as in `fzero.simulate`.
+    """A step of all roles, simulated together.
+
+    lowered, rates: as in `fzero.simulate`, which raises the same errors.
 
     >>> import torch, fzero
     >>> spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))

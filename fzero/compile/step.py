@@ -15,7 +15,8 @@ from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
-from fzero.codegen import matmul
+from fzero.capture.step_ops import FED_MEAN
+from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
@@ -38,6 +39,7 @@ from fzero.pipeline import Schedule
 from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
+from fzero.shard.coded_sums import coded_sums
 from fzero.spec import Spec
 
 LARGE = 8  # logits that are more than one part of so many of a budget are worth a word
@@ -100,7 +102,9 @@ def _lower(
     if step.loss_chunks is not None:
         graph = chunked(graph, step.loss_chunks)
     local, sharding = local_step(graph, plan, wanted.sequence)
-    local = spelled(local)
+    if sharding is not None and (codec := step.precision.sums) is not None:
+        local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
+    local = pad.padded(spelled(local))
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
@@ -135,7 +139,7 @@ def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[st
     products = matmul.products(graph)
     figures = matmul.figures_of(products, costs)
     made = {question: asked.deciders.product(question, figures.get(question)) for question in products}
-    chosen = {products[question] for question, choice in made.items() if choice.value == "onednn"}
+    chosen = {products[question] for question, choice in made.items() if choice.value != "torch"}
     return (matmul.rewritten(graph, chosen) if chosen else graph), made
 
 
@@ -145,6 +149,8 @@ def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
         return Choice.given(asked.wanted.reduce, "Spec(reduce=)")
     if plan.data_ranks == 1 or all(region.microbatches == 1 for region in graph.regions):
         return Choice("end", "there is one microbatch, or one rank of the data", IDLE)
+    if any(node.target is FED_MEAN for node in graph.gm.graph.nodes):
+        return Choice("end", "what codes of gradients lose is kept once for a step", IDLE)
     return asked.deciders.reduce(graph, plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fzero.cost.kept_costs import Costs
@@ -12,11 +13,13 @@ from fzero.ir.mesh import Mesh
 log = logging.getLogger("fzero")
 KINDS = ("all_gather", "reduce_scatter")  # what a bucket makes
 BUCKETS = tuple(n << 20 for n in (8, 16, 32, 64, 128))
+LARGE_BUCKETS = (*BUCKETS, *(n << 20 for n in (256, 512, 1024)))  # of large worlds, where a transfer has many hops
 
 
-def bucket_costs(rates: Rates) -> dict[str, float]:
-    """Seconds per GB by bucket size in bytes, for each of `BUCKETS`: of the kind of transfer that is slowest."""
-    return {str(size): max(rates.transfer(kind, size) for kind in KINDS) / size * 1e9 for size in BUCKETS}
+def bucket_costs(rates: Rates, axis: str = "", ranks: int = 0, sizes: Sequence[int] = BUCKETS) -> dict[str, float]:
+    """Seconds per GB by bucket size in bytes: of the kind of transfer that is slowest. axis, ranks: as of
+    `Rates.transfer`."""
+    return {str(size): max(rates.transfer(kind, size, axis, ranks) for kind in KINDS) / size * 1e9 for size in sizes}
 
 
 def kept_bucket_costs(

@@ -11,13 +11,14 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
 from fzero import backend
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
-from fzero.ir.code_ops import CODES, ENCODES
+from fzero.ir.code_ops import CODES, ENCODES, OPS
 from fzero.ir.op import Op
 from fzero.ir.program import Program, named_bytes, wire_bytes
 from fzero.kernels.codecs import CODECS, decode_blocks, encode, message_bytes
@@ -87,13 +88,21 @@ def coding(program: Program, policy: Precision, rates: Rates | None = None) -> C
     measured = backend.of_transport(program.transport) is backend.CPU
     wide = (policy.autocast or DTYPES.get(policy.compute or "", torch.float32)).itemsize
     for op in program.ops:
-        if op.is_collective and (buffer := program.buffers[op.reads[0].name]).per != 1:
-            nbytes = wire_bytes(program, op)
+        if op.is_collective and (per := _per(program, op, policy)) is not None:
+            nbytes, kind = wire_bytes(program, op), program.buffers[op.reads[0].name].kind
             sent += nbytes
-            saved += float(nbytes * buffer.per) * (4 if buffer.kind == "grad" else wide) - nbytes
+            saved += float(nbytes * per) * (4 if kind == "grad" else wide) - nbytes
         elif op.computes and measured:
             seconds += _seconds(program, op, policy, rates)
     return CodecAccount(sent, round(saved), seconds if measured else None)
+
+
+def _per(program: Program, op: Op, policy: Precision) -> Fraction | int | None:
+    """Elements for each byte that a transfer sends, of a bucket's messages or of those of a sum; None for others."""
+    buffer = program.buffers[op.reads[0].name]
+    if buffer.bucket is None and policy.sums is not None and buffer.dtype is torch.uint8:
+        return OPS[policy.sums].per
+    return None if buffer.per == 1 else buffer.per
 
 
 def _seconds(program: Program, op: Op, policy: Precision, rates: Rates | None) -> float:
@@ -110,15 +119,16 @@ def _seconds(program: Program, op: Op, policy: Precision, rates: Rates | None) -
         for node in program.segments[op.segment].graph.nodes:
             if node.target in CODES:
                 encodes = node.target in ENCODES
-                value = (fx_nodes.operand(node) if encodes else node).meta["val"]
-                amounts.append((policy.gather, 0 if encodes else 1, value.numel()))
+                value = fx_nodes.operand(node).meta["val"]  # the messages of all ranks, where they are added
+                elements = float(value.numel() * (1 if encodes else CODES[node.target].per))
+                amounts.append((CODES[node.target].name, 0 if encodes else 1, elements))
     return sum(of_rates(codec, rates)[which] * n for codec, which, n in amounts if codec in CODECS)
 
 
 def sentence(programs: Mapping[int, Program], policy: Precision, rates: Rates | None) -> str:
     """What codecs do for a step, for `lowered.choices`; "" where there is nothing to say: no data is split over ranks,
     or nobody asked and nothing was measured."""
-    given = {"gather": policy.gather, "reduce": policy.reduce}
+    given = {"gather": policy.gather, "reduce": policy.reduce, "sums": policy.sums}
     asked = ", ".join(f"{name}={value}" for name, value in given.items() if value in CODECS)
     if asked:
         most = max((coding(program, policy, rates) for program in programs.values()), key=lambda found: found.sent)

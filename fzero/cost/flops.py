@@ -6,10 +6,12 @@ Of other ops the time is that of the bytes that they move (`step_time`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import fx
 
+from fzero.cost.tensor_cores import Product
 from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.scan_op import SCAN, body_of
 from fzero.recurrent import recurrent_ops as recurrent
@@ -21,6 +23,15 @@ def flops(node: fx.Node) -> int:
     """Floating-point operations of a call, by its op's row; 0 where the row has no formula (`OpInfo.flops`)."""
     formula = op_info.of(node.target).flops
     return formula(node) if formula is not None else 0
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """The matrix product that a call is; None for another call, and for products with scales."""
+    if op_info.of(node.target).flops is not _product:
+        return None
+    left, right = _factors(node)
+    *batch, rows, inner = left.shape
+    return Product(prod(batch), rows, int(right.shape[-1]), inner, left.element_size())
 
 
 def operands(node: fx.Node) -> list[torch.Tensor]:
@@ -36,9 +47,13 @@ def results(node: fx.Node) -> list[torch.Tensor]:
     return fx_values.tensors(node.meta.get("val")) or [x for value in written for x in fx_values.tensors(value)]
 
 
+def _factors(node: fx.Node) -> list[torch.Tensor]:
+    """The last two operands before `out`."""
+    return operands(node)[-2:] if "out" not in node.kwargs else operands(node)[-3:-1]
+
+
 def _product(node: fx.Node) -> int:
-    """Of the last two operands before `out`."""
-    left, right = operands(node)[-2:] if "out" not in node.kwargs else operands(node)[-3:-1]
+    left, right = _factors(node)
     return 2 * left.numel() * int(right.shape[-1])
 
 
@@ -103,7 +118,7 @@ op_info.fill(
     {
         **{f"aten.{name}": _product for name in ("mm", "bmm", "addmm", "baddbmm", "addbmm")},
         "aten._scaled_mm": _scaled_product,
-        **dict.fromkeys((f"fzero.onednn_{name}" for name in ("mm", "bmm", "addmm", "baddbmm")), _product),
+        **{f"fzero.{way}_{x}": _product for way in ("onednn", "widened") for x in ("mm", "bmm", "addmm", "baddbmm")},
         "aten.convolution": _convolution,
         "aten.convolution_backward": _convolution_backward,
         **{f"aten._scaled_dot_product_{name}": _attention for name in (*_FUSED, *_MATH)},

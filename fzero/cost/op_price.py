@@ -1,8 +1,9 @@
 """op_price: the seconds of an op, and of a program the events that a clock sees: what is computed, started, waited for.
 
-A segment takes the sum over its nodes. A matmul or a convolution takes its operations (2 m n k) at `flops`, less where
-a side is small; an attention its own at `attention`. Another op takes the bytes that it reads and writes at
-`memory_bytes` a second, a view nothing. No call takes less than `launch`.
+A segment takes the sum over its nodes (`node_work`). A matmul takes its tiles' time where the machine has tensor cores
+for it (`tensor_cores`), else, as a convolution, its operations (2 m n k) at `flops`, less where a side is small; an
+attention its own at `attention`. Another op takes the bytes that it reads and writes at `memory_bytes` a second, a view
+nothing. No call takes less than `launch`, and each kernel adds `overhead`.
 
 An event names no buffer: a wait says the place, in its lane's queue, of the work that it is for. So two programs whose
 events are equal take the same time.
@@ -17,12 +18,10 @@ from enum import Enum
 
 from torch import fx
 
-from fzero.cost.flops import flops, operands, results
+from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import SEND, Rates
-from fzero.ir import fx_nodes
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op
-from fzero.ir.op_info import of
 from fzero.ir.program import Program, lane, moved_bytes, named_bytes
 from fzero.ir.records import DISK, HOST
 
@@ -164,22 +163,4 @@ class _Prices:
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:
     """The seconds that a segment takes."""
-    return sum(_node(node, rates) for node in gm.graph.nodes if fx_nodes.is_compute(node))
-
-
-def _node(node: fx.Node, rates: Rates) -> float:
-    if fx_nodes.is_view(node):
-        return 0.0
-    return max(rates.launch, _at_rates(node, rates))
-
-
-def _at_rates(node: fx.Node, rates: Rates) -> float:
-    work = flops(node)
-    if not work:
-        moved = sum(x.numel() * x.element_size() for x in (*results(node), *operands(node)))
-        return moved / rates.memory_bytes
-    speed = rates.flops[min(4, max(2, results(node)[0].dtype.itemsize))]
-    if rates.attention and of(node.target).attends:
-        return work / min(speed, rates.attention)
-    side = min((s for x in operands(node)[-2:] for s in x.shape[-2:]), default=0)
-    return work / (speed * side / (side + rates.small_side)) if side and rates.small_side else work / speed
+    return sum(seconds(work, rates) for work in works(gm.graph))

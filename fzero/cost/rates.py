@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fzero.cost.tensor_cores import TensorCores
 from fzero.ir import kinds
 from fzero.ir.mesh import parts_of
 from fzero.ir.wire import kind_bytes
@@ -55,10 +56,13 @@ class Rates:
     over any axis. ranks: among how many they were measured; 0: not known (`Link`). axes: by mesh axis and kind, the
     figures of axes that have their own. A kind "send" is of messages between roles, by their own bytes; without it they
     are priced by all-gathers.
-    hidden: the part of a transfer that passes beside compute, 0 to 1.
+    hidden: the part of a transfer that passes beside compute, 0 to 1. tax: the seconds that a second of compute takes
+    while a transfer passes beside it.
     flops: operations a second of large matrix products, by the bytes of an element (2 or 4). small_side: a product
     whose least side is this long reaches half of it. attention: operations a second of attention; 0: as products.
-    launch: the least seconds of a call. coding: by codec, the seconds an element to encode and to decode.
+    tensor_cores: of a device that has them: 16-bit products are then priced by their shape (`tensor_cores`).
+    launch: the least seconds of a call. overhead: seconds that each kernel adds to them: its start, its last wave.
+    coding: by codec, the seconds an element to encode and to decode.
     memory_bytes: bytes a second that other ops read and write.
     lanes: by lane (`disk→host`), the bytes a second of its moves. One that is not given takes no time.
     lane_hidden: the part of a move that passes beside compute, 0 to 1.
@@ -75,10 +79,13 @@ class Rates:
     lane_hidden: float = 1.0
     host_bytes: float = 0.0
     ranks: int = 0
+    tax: float = 1.0
     axes: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
     small_side: float = 0.0
     attention: float = 0.0
     launch: float = 0.0
+    overhead: float = 0.0
+    tensor_cores: TensorCores | None = None
     coding: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def link(self, rate: str, axis: str = "") -> Link | None:
@@ -106,16 +113,21 @@ class Rates:
         return link.seconds(kind, nbytes, ranks)
 
 
-# One H100 (PCIe 5, 16 cores of its host), by trial: products, attention and other ops of GPT-2 large in bf16, copies of
-# page-locked memory with both lanes busy, aten's fused AdamW beside them. No wire: `dataclasses.replace` adds one.
+# One H100 SXM. Measured: 798 TFLOP/s (a product of 8192 x 8192 x 8192 of random bf16 numbers), and 26.0 ms of the three
+# products with a vocabulary of 50,257, which is `unaligned`. Fitted on the three recorded rows of
+# benchmarks/results/gpu_gpt2_large.json: `memory_bytes`, `overhead` and `attention`. Lanes and host: by trial, copies
+# of page-locked memory with both lanes busy, aten's fused AdamW beside them. No wire: `dataclasses.replace` adds one.
 H100 = Rates(
     latency={},
     wire_bytes={},
     hidden=1.0,
-    flops={2: 450e12, 4: 50e12},
-    memory_bytes=2.3e12,
+    flops={2: 645e12, 4: 50e12},
+    memory_bytes=2.7e12,
     lanes={"host→device": 45e9, "device→host": 45e9},
     host_bytes=85e9,
+    attention=300e12,
+    overhead=2e-6,
+    tensor_cores=TensorCores(flops=798e12, processors=132, unaligned=121.6e12),
 )
 
 

@@ -2,7 +2,8 @@
 
 The rank computes, op after op. Each mesh axis has a wire, which moves one transfer after the other, in the order they
 start; so has each lane between device, host and disk. While a segment runs, the transfer at the head of a wire advances
-by `hidden` of that time, the move at the head of a lane by `lane_hidden`. A wait takes the time that is left of its
+by `hidden` of that time, the move at the head of a lane by `lane_hidden`. A second of compute takes `tax` seconds while
+a wire is busy. A wait takes the time that is left of its
 transfer and of those before it; meanwhile the others go on. A transfer over several axes at once is on the wire of the
 outermost, which has the slowest links.
 
@@ -223,6 +224,10 @@ class _Clock:
         return StepTime(self.clock, self.compute, self.busy, self.waited, self.written)
 
     def _compute(self, taken: float) -> None:
+        """Computes, for longer while a wire is busy beside it (`Rates.tax`)."""
+        wires = [sum(work.left for work in queue) for lane, queue in self.queues.items() if lane.startswith(WIRE)]
+        busy = min(taken * self.rates.tax, max(wires, default=0.0))
+        taken += busy * (1 - 1 / self.rates.tax)
         self._does("", self.clock, self.clock + taken)
         for lane in self.queues:
             self._advance(lane, taken, self.rates.hidden if lane.startswith(WIRE) else self.rates.lane_hidden)

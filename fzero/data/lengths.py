@@ -82,6 +82,7 @@ def by_length(
     shard.
 
     dataset: `dataset[i]` is a sample, a pytree of tensors without the batch dim. lengths: the length of each sample.
+    batch_size: samples of all ranks.
     to, values, dim: as in `pad_to`, of the batch; each length that occurs needs its own program. collate: makes a batch
     from a list of samples, and the batch is then padded; by default the samples are padded and stacked. seed: the seed
     of the order. position: the number of samples returned so far, a multiple of the batch size. rank, world_size, mesh:

@@ -43,8 +43,9 @@ def batches(
 ) -> Rows:
     """Endless batches of `batch_size` samples over all ranks; each rank gets its part.
 
-    dataset: with `len` and `[i]`, or one that can only be iterated. collate: makes a batch from a list of samples, as
-    a DataLoader's `collate_fn`; by default samples are pytrees of numbers and tensors of equal shapes, and are stacked.
+    dataset: with `len` and `[i]`, or one that can only be iterated. batch_size: samples of all ranks. collate: makes a
+    batch from a list of samples, as a DataLoader's `collate_fn`; by default samples are pytrees of numbers and tensors
+    of equal shapes, and are stacked.
     order: "shuffled" (the default with a length) or "sequential" (the default of a stream, and all that it can be).
     seed: of the shuffled order. position: the number of samples returned so far over all ranks; save it with the
     checkpoint. workers: processes that read ahead, of a data set with a length. rank, world_size: by default those of

@@ -191,7 +191,9 @@ def place(rank: int | None, world_size: int | None, mesh: Mapping[str, int] | No
 
 
 def permute(index: np.ndarray[Any, np.dtype[np.uint64]], n: int, key: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Where a permutation of range(n), one for each `key`, takes each of `index` (uint64, below n).
+    """Where a permutation of range(n) takes each index.
+
+    index: uint64, below n. n: the length. key: of the permutation.
 
     >>> sorted(permute(np.arange(10, dtype=np.uint64), 10, key=3).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]

@@ -211,8 +211,11 @@ class File:
     """
 
     def __init__(self, disk: Disk, path: Path, fd: int) -> None:
-        self.disk, self.path, self.fd = disk, path, fd
-        self.written = self.started = 0  # bytes: accepted by the kernel, and on their way to the disk
+        self.disk: Disk = disk
+        self.path: Path = path
+        self.fd: int = fd
+        self.written: int = 0  # bytes that the kernel accepted
+        self.started: int = 0  # bytes on their way to the disk
 
     def write(self, views: Sequence[memoryview]) -> None:
         """Appends these bytes, at most MAX_VIEWS parts at a time."""

@@ -29,7 +29,8 @@ def presets() -> list[str]:
 
 
 def load(machine: str | Path | Hardware) -> Hardware:
-    """The machine of a preset's name, or of a TOML file. Raises SpecError for a file that is none.
+    """A machine by its name or file. machine: a preset, or the path of a TOML file. Raises SpecError for a file that is
+    none.
 
     >>> load("h100").device.memory_gib
     80
@@ -116,7 +117,7 @@ def _checked(where: str, place: str, name: str, value: Any) -> None:
 
 
 def to_toml(machine: Hardware) -> str:
-    """The text of a machine, which `load` reads.
+    """The text that `load` reads. machine: any.
 
     >>> print(to_toml(load("rtx4090")).splitlines()[0])
     name = "RTX 4090 24 GB, PCIe 4"

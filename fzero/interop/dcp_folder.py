@@ -177,9 +177,10 @@ def dcp(
     """Returns the tensors of a torch.distributed.checkpoint directory for `fzero.init`, which reads a rank's part of
     each.
 
-    part: their place in the saved state dict, as `model` in `{"model": ..., "optim": ...}`. like, names, tied, dtype
-    and strict: see `fzero.interop.fitted`. timeout: seconds for the child process that looks into the pickles. Raises
-    MismatchError, and CorruptError, also if `.metadata` holds anything but torch's metadata.
+    folder: that `torch.distributed.checkpoint.save` wrote.
+    part: their place in the saved state dict, as `model` in `{"model": ..., "optim": ...}`.
+    like, names, tied, dtype, strict: as in `fzero.interop.fitted`. timeout: seconds for the child process that looks
+    into the pickles. Raises MismatchError, and CorruptError, also if `.metadata` holds anything but torch's metadata.
     """
     return fitted(NamedPart(DcpFolder(folder, timeout), part), like, names=names, tied=tied, dtype=dtype, strict=strict)
 
@@ -217,7 +218,8 @@ def export_dcp(
 ) -> Path:
     """Writes leaves as a torch.distributed.checkpoint directory that `dcp.load` loads. Returns its path.
 
-    Arguments as in `export_safetensors`; `part=""` is the whole state, moments included, under the names of its paths.
+    given, folder, names, tied, write_tied, dtype, disk: as in `export_safetensors`.
+    part: of the state; "" is all of it, moments included, under the names of its paths.
     torch's FileSystemWriter writes it on rank 0, one whole tensor after the other, each to a file.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save

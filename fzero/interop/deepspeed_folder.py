@@ -60,7 +60,7 @@ class DeepSpeed(Source):
     `__init__` alone."""
 
     def __init__(self, path: str | Path, *, moments: bool, allow: Sequence[str], timeout: float) -> None:
-        self.path = _tagged(Path(path))
+        self.path: Path = _tagged(Path(path))
         optim, model = _files(self.path)
         contents = pickled.torch_files([*optim, *model], [*ALLOWED, *allow], timeout)
         try:
@@ -93,17 +93,19 @@ class DeepSpeed(Source):
                         Entry(sizes[name], torch.float32),
                         whole[column][name],
                     )
-        self.step = int(model[0]["global_steps"])
-        self.count = _count(states) if moments else None
-        self.like = self._like(order, set(sizes), columns)
+        self.step: int = int(model[0]["global_steps"])
+        self.count: int | None = _count(states) if moments else None
+        self.like: dict[str, Any] = self._like(order, set(sizes), columns)
         known = ("module", "param_shapes", "buffer_names", "ds_config", "optimizer", "frozen_param_shapes",
                  "frozen_param_fragments", "shared_params", "lr_scheduler", "data_sampler", "random_ltd")  # fmt: skip
-        self.extra = {name: value for name, value in model[0].items() if name not in known and _plain(value)}
-        self.tied = dict(model[0].get("shared_params") or {})
+        self.extra: dict[str, Any] = {
+            name: value for name, value in model[0].items() if name not in known and _plain(value)
+        }
+        self.tied: dict[str, str] = dict(model[0].get("shared_params") or {})
         if model[0].get("buffer_names"):
             log.warning("fzero: %s: %d buffers are left out", self.path, len(model[0]["buffer_names"]))
 
-    def _like(self, order: Sequence[str], trained: set[str], columns: Mapping[str, str]) -> Any:
+    def _like(self, order: Sequence[str], trained: set[str], columns: Mapping[str, str]) -> dict[str, Any]:
         def tree(top: str) -> dict[str, Any]:
             return {name: self._meta(f"{top}/{name}") for name in order}
 
@@ -149,9 +151,9 @@ def deepspeed(
     The leaves are fp32 `params/NAME`, `opt_state/mu/NAME`, `opt_state/nu/NAME`, and `opt_state/count`. `step` comes
     along, and so does `extra`, the plain JSON in the client state.
 
-    folder: the argument of `save_checkpoint` (its `latest` names the tag), or the tag's directory. moments=False: the
-    parameters alone. allow: further names of classes to which the pickles may refer, as those of a client state; their
-    objects are dropped. timeout: seconds for the child process that looks into the pickles.
+    folder: the argument of `save_checkpoint` (its `latest` names the tag), or the tag's directory. moments: False reads
+    only the parameters. allow: further names of classes to which the pickles may refer, as those of a client state;
+    their objects are dropped. timeout: seconds for the child process that looks into the pickles.
 
     Raises CorruptError for damaged or malicious files. Raises CheckpointError for a checkpoint that is not supported:
     tensor, pipeline and expert parallelism, universal checkpoints, optimizers that are no Adam.

@@ -66,10 +66,11 @@ def fitted(
     """Returns the source's tensors as the leaves of `like`, a pytree of tensors of which only shapes and dtypes are
     read.
 
-    Without `like` every name is a leaf of a flat dict. names: from a leaf's path to the tensor's name, a dict or a
-    function (default: `/` becomes `.`). tied: a dict from each further name of a tied tensor to the name of its leaf,
-    or the module, or the `apply` of `from_module`. dtype: the dtype to which floating tensors are converted as they are
-    read. strict=False leaves out tensors that `like` has no place for, and logs them.
+    source: of `safetensors`, `dcp` or `deepspeed`. like: the pytree; None makes every name a leaf of a flat dict.
+    names: from a leaf's path to the tensor's name, a dict or a function (default: `/` becomes `.`). tied: a dict from
+    each further name of a tied tensor to the name of its leaf, or the module, or the `apply` of `from_module`. dtype:
+    the dtype to which floating tensors are converted as they are read. strict: False leaves out tensors that `like` has
+    no place for, and logs them.
 
     Raises MismatchError with every missing, extra, reshaped and retyped tensor, and for tied names whose tensors
     differ.

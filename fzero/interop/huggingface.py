@@ -98,8 +98,9 @@ def safetensors(
 ) -> Fitted:
     """The tensors of a Hugging Face folder (or one safetensors file) for `fzero.init`, which reads them one by one.
 
+    folder: as `save_pretrained` writes it, or one file.
     like: the pytree to fill, as `params` of `from_module` of a model on the meta device; without it every tensor is a
-    leaf of a flat dict by its name. names, tied, dtype and strict: see `fzero.interop.fitted`. Raises CorruptError
+    leaf of a flat dict by its name. names, tied, dtype, strict: as in `fzero.interop.fitted`. Raises CorruptError
     for damaged files, MismatchError with all the differences.
     """
     return fitted(HuggingFaceFolder(folder), like, names=names, tied=tied, dtype=dtype, strict=strict)
@@ -120,16 +121,17 @@ def export_safetensors(
 ) -> Path:
     """Writes leaves as a folder that transformers' `from_pretrained` loads. Returns its path.
 
+    folder: must not exist, or be empty: it appears with all files, or not at all.
     given: a live State, a checkpoint's directory or another Source. A State makes it a collective: every rank calls it,
     leaves travel to rank 0 one by one, and rank 0 writes. The others need no process group.
 
     part: the part of the state to export, by default `params`. names: from a path below `part` to a name (default: `/`
-    becomes `.`). tied: as in `fitted`; a tied weight is written under its first name, as transformers does, or with
-    `write_tied` under all names. dtype: the dtype to which floating leaves are converted. config: a model's
-    configuration, written as config.json.
+    becomes `.`). tied: as in `fitted`. write_tied: whether a tied weight is written under all of its names, or only
+    under the first, as transformers does. dtype: the dtype to which floating leaves are converted.
+    max_shard_bytes: of one file. config: a model's configuration, written as config.json.
+    disk: the calls that write files, for tests.
 
-    Rank 0 holds one leaf, and its converted copy, at a time. `folder` must not exist, or be empty: it appears whole, or
-    not at all.
+    Rank 0 holds one leaf, and its converted copy, at a time.
     """
     disk = disk or Disk()
     stream = outgoing(given, part)

@@ -31,7 +31,8 @@ def write_checkpoint(
 ) -> Path:
     """Writes a source as the checkpoint `directory/step-...` of a run. Returns its path.
 
-    The tree is the source's own `like`, or a flat dict by name; extra: anything in JSON. Raises CheckpointError.
+    source: its tree is its own `like`, or a flat dict by name. directory: of the run. step: the number of the step.
+    extra: anything in JSON. disk: the calls that write files, for tests. Raises CheckpointError.
     Memory: a few blocks of 4 MiB.
     """
     disk, run = disk or Disk(), Path(directory)

@@ -167,11 +167,12 @@ class Apply:
 
 
 def from_module(module: nn.Module, *, train: bool | None = None, mutable: bool | tuple[str, ...] = False) -> Functional:
-    """Returns `(params, buffers, apply)` of a module. Its modes, parameters, gradients, buffers and hooks stay as they
-    are.
+    """Returns `(params, buffers, apply)` of a module, and leaves the module unchanged.
+
+    module: its modes, parameters, gradients, buffers and hooks are not written to.
 
     `apply(params, buffers, *args, **kwargs)` is `module(*args, **kwargs)` with these tensors in the place of its own.
-    It runs in the mode (training or evaluation, per submodule) that the module is in now, or in the mode `train=`. Tied
+    It runs in the mode (training or evaluation, per submodule) that the module is in now. train: another mode. Tied
     parameters appear once, under their first name, and stay tied.
 
     mutable: whether `apply` returns `(output, new_buffers)` instead of the output. The argument alone decides that, so

@@ -17,6 +17,9 @@ def with_buffers(
 ) -> tuple[dict[str, Any], Callable[[Any, Any], Any]]:
     """Returns (the first state, the step) of `loss(params, buffers, batch) -> (value, new buffers)`.
 
+    loss: of a module taken with `mutable=True`. params, buffers: of `from_module`. optimizer: an `fzero.optim`
+    transformation.
+
     They are for `fzero.init(state, fzero.Spec(step=step))`. The state is {"params", "buffers", "opt"}. Each rank
     normalises by its own part of the batch. The new buffers are means over the ranks, so that all ranks hold the same.
     Integers, such as counts of batches, become the largest over the ranks.

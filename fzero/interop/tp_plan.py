@@ -41,10 +41,11 @@ NAMES = {  # of modules in models without a plan: the last components of their n
 def tp_plan(model: torch.nn.Module) -> dict[str, P]:
     """`Spec(shard=...)` for the parameters that `from_module(model)` gives.
 
-    The rules come from the model's own tensor-parallel plan (`model._tp_plan`), else from the names of its modules:
-    projections to heads and hidden units are cut by rows of their weight, those back by columns, embeddings by words.
-    What a rule does not name is held by every rank. `fzero.lower` refuses a dim that the ranks do not divide, such as
-    GPT-2's 50,257 words: pad it, or drop its rule. No rule changes what is computed, only what ranks must exchange.
+    model: of transformers, or one with such names. The rules come from the model's own tensor-parallel plan
+    (`model._tp_plan`), else from the names of its modules: projections to heads and hidden units are cut by rows of
+    their weight, those back by columns, embeddings by words. What a rule does not name is held by every rank.
+    `fzero.lower` refuses a dim that the ranks do not divide, such as GPT-2's 50,257 words: pad it, or drop its rule. No
+    rule changes what is computed, only what ranks must exchange.
 
     Raises SpecError where neither says anything.
 

@@ -38,6 +38,10 @@ class CodeOps:
     coded: OpOverload
 
     @property
+    def name(self) -> str:
+        return self.codec.name
+
+    @property
     def per(self) -> Fraction:
         return Fraction(BLOCK, self.codec.block_bytes)
 
@@ -105,8 +109,8 @@ def _ops_of(codec: BlockCodec) -> CodeOps:
 
 OPS: dict[str, CodeOps] = {name: _ops_of(codec) for name, codec in CODECS.items()}
 _CODED = {ops.coded: ops for ops in OPS.values()}
-CODES = frozenset(op for ops in OPS.values() for op in (ops.encode, ops.decode))
-ENCODES: dict[Any, CodeOps] = {ops.encode: ops for ops in OPS.values()}
+CODES: dict[Any, CodeOps] = {op: ops for ops in OPS.values() for op in (ops.encode, ops.decode, ops.decode_sum)}
+ENCODES = frozenset(ops.encode for ops in OPS.values())
 
 
 def coded(x: Tensor, name: str) -> Tensor:

@@ -59,6 +59,7 @@ class OpInfo:
         and {operand: the dim that is cut with it}; None for another call.
     fusion: "loop" over elements, which a compiler may fuse; "move": so it is, but it does not count as work; "not on
         cpu": there torch's kernel is faster. aten's pointwise ops are loops.
+    widens: the operands that its kernel casts itself, by place: they may come in a narrower floating dtype.
     kernel: the `fzero.kernels.Kernel` that replaces it on CUDA. reads_back: that one waits for values from the device.
     workspace: bytes that its CPU kernel holds beyond operands and results.
 
@@ -93,6 +94,7 @@ class OpInfo:
     exact: bool = False
     tile_head: Callable[[fx.Node], tuple[int, Mapping[int, int]] | None] | None = None
     fusion: Literal["", "loop", "move", "not on cpu"] = ""
+    widens: tuple[int, ...] = ()
     kernel: Any = None
     reads_back: bool = False
     workspace: Formula | None = None
@@ -172,6 +174,7 @@ ROWS: dict[str, OpInfo] = {
     "aten.bmm": OpInfo(out_form="program", fake="kernel"),
     "aten.baddbmm": OpInfo(out_form="call"),
     **rows("onednn_mm onednn_addmm onednn_bmm onednn_baddbmm", OpInfo(out_form="program"), "fzero"),
+    **rows("widened_mm widened_addmm widened_bmm widened_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("mv addmv convolution", OpInfo(one_dtype=True)),
     # reductions and norms
     "aten.sum": OpInfo(fusion="loop"),

@@ -15,7 +15,9 @@ from fzero.ir.records import DEVICE, DTYPES, Bucket, Buffer, Per, Ref, Slot, Slo
 
 
 def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
-    """The program that `str(program)` printed; `segments` (by hash) make it runnable.
+    """The program that `str(program)` printed.
+
+    text: all of it. segments: by hash, as `program.segments`; they make it runnable.
 
     Raises ValueError with the line's number and text where a line is not understood.
     """

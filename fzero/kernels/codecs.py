@@ -64,6 +64,9 @@ CODECS = {
 }
 
 
+FED = ("sign",)  # codecs that lose so much that what they lose of gradients is sent later
+
+
 @dataclass(frozen=True)
 class Coding:
     """The codecs, by name, in which a leaf is gathered and its gradients are reduced; None: as they are."""

@@ -75,10 +75,15 @@ class Log:
         for name, value in (("tokens", tokens), ("flops", flops), ("peak_flops", peak_flops), ("total", total)):
             if value is not None and not (type(value) in (int, float) and value > 0):
                 raise SpecError(f"Log({name}={value!r}): needed a number > 0, or None")
-        self.path, self.every, self.rate = None if path is None else Path(path), every, rate
-        self.tokens, self.flops, self.peak_flops = tokens, flops, peak_flops
-        self.trackers = [Tracker(target) for target in to]
-        self.total, self.show = total, show
+        self.path: Path | None = None if path is None else Path(path)
+        self.every: int = every
+        self.rate: Schedule | None = rate
+        self.tokens: int | None = tokens
+        self.flops: float | None = flops
+        self.peak_flops: float | None = peak_flops
+        self.trackers: list[Tracker] = [Tracker(target) for target in to]
+        self.total: int | None = total
+        self.show: bool = show
         self._progress: Progress | None = None
         self._file: FileIO | None = None
         self._last: tuple[int, float] | None = None  # the step and the time of the last record

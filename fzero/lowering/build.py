@@ -21,7 +21,7 @@ from torch import fx
 
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
-from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, REDUCE, REGION
+from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, FED_MEAN, REDUCE, REGION
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
@@ -35,7 +35,7 @@ from fzero.shard.moves import transitions
 from fzero.shard.placements import Flat
 
 aten = torch.ops.aten
-LATER = (REGION, REDUCE, CODED_MEAN)  # what they make is of the next level
+LATER = (REGION, REDUCE, CODED_MEAN, FED_MEAN)  # what they make is of the next level
 SHORT = 4  # elementwise ops on a gradient or a leaf that are done again rather than kept from one level to another
 
 
@@ -221,7 +221,7 @@ def _is_comm(node: fx.Node) -> bool:
     own."""
     if node.op != "call_function":
         return False
-    picks = node.target is operator.getitem and fx_nodes.operand(node).target in (REGION, CODED_MEAN)
+    picks = node.target is operator.getitem and fx_nodes.operand(node).target in (REGION, CODED_MEAN, FED_MEAN)
     return node.target in (*LATER, AXIS_INDEX) or picks
 
 

@@ -13,13 +13,15 @@ import torch
 from torch import fx
 
 from fzero.capture.graph import Graph, Region
-from fzero.capture.step_ops import REDUCE
+from fzero.capture.step_ops import FED_MEAN, REDUCE
 from fzero.ir import fx_nodes, kinds, segments
 from fzero.ir.code_ops import CodeOps, encode_leaves
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import StepPhase
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey
+from fzero.kernels.codecs import FED
 from fzero.lowering.emit import Emitter, line_of
+from fzero.lowering.lower_fed import Fed, owed
 from fzero.plan.wires import AnyWire, CastTo, Elementwise, Wire
 from fzero.shard.moves import Transition, transitions
 
@@ -47,6 +49,7 @@ class RegionBuilder:
         for i, (bucket, slot) in self.place.items():
             self.slots.setdefault(bucket, {})[i] = slot
         self.dtype = {bucket: region.values[i].dtype for i, (bucket, _) in self.place.items()}
+        self.fed = {i: u for i in self.place for u in self._users(i) if u.target is FED_MEAN}
         self.wire = {bucket: self._wire(i, bucket) for i, (bucket, _) in self.place.items()}
         lies = {bucket: b.plan.bucket_layouts[bucket] for bucket in self.dtype}
         self.steps = {bucket: transitions(row.grad, row.rest) for bucket, row in lies.items()}
@@ -100,9 +103,14 @@ class RegionBuilder:
         """How the gradients of a bucket travel, of which output i is one: as its layout asks, else in the dtype of the
         loss's precision; None: as they are."""
         held = self.region.values[i].dtype
-        asked = self.region.wire.get(i, held)
-        plain = None if asked is held else Wire(DTYPE_NAMES[asked], asked, CastTo(asked), CastTo(held))
-        return self.to.plan.bucket_layouts[bucket].wire or plain
+        asked, wire = self.region.wire.get(i, held), self.to.plan.bucket_layouts[bucket].wire
+        if wire is not None and (i in self.fed or wire.name not in FED):
+            return wire
+        return None if asked is held else Wire(DTYPE_NAMES[asked], asked, CastTo(asked), CastTo(held))
+
+    def _users(self, i: int) -> list[fx.Node]:
+        """What reads an output in the outer graph."""
+        return list(self.getitems[i].users) if i in self.getitems else []
 
     def _buckets(self, m: int) -> None:
         """Emits the sums and reductions of every gradient bucket after microbatch m. "each" reduces and then adds;
@@ -112,8 +120,7 @@ class RegionBuilder:
         for name in self.dtype:
             grad = f"{self.name}.grad:{name}.{m}"
             why = f"gradients of {name}"
-            each = self.reduce == "each"
-            if each:
+            if each := self.reduce == "each":
                 reduced = self._reduced(grad, m, why)
                 first = self.first.setdefault(name, reduced)
                 if m:
@@ -121,16 +128,19 @@ class RegionBuilder:
             elif m:
                 self._add(f"{self.name}.grad:{name}.0", grad, why)
             if m == self.k - 1:
-                final = first if each else self._reduced(f"{self.name}.grad:{name}.0", 0, why)
+                local = f"{self.name}.grad:{name}.0"
+                if any(i in self.fed for i in self.slots[name]):
+                    leaves = [Fed(self.fed[i], self.region.values[i], self._grad_ref(i, 0)) for i in self.slots[name]]
+                    local = owed(b, leaves, 1 if self.summed else self.k, f"{self.name}.lost", why)
+                final = first if each else self._reduced(local, 0, why)
                 for step in self.steps[name][1:]:
                     final = self._summed(final, f"{final}.{step.axis}", step, 0, f"{why} over {step.axis}")
                 if b.buffers[final].sharded:
                     final = b.whole(final, "grad", f"whole {why}")
                 for i, index in self.slots[name].items():
-                    if i in self.getitems:
-                        slot = b.plan.buckets[name].slots[index]
-                        for user in self.getitems[i].users:
-                            b.where[user] = Ref(final, slot.start, slot.stop, slot.shape)
+                    slot = b.plan.buckets[name].slots[index]
+                    reads = self._users(i) if i not in self.fed else [u for u in self.fed[i].users if not u.args[1]]
+                    b.where.update(dict.fromkeys(reads, Ref(final, slot.start, slot.stop, slot.shape)))
 
     def _reduced(self, grad: str, m: int, why: str) -> str:
         """Emits the first of the transfers that sum a microbatch's gradient bucket over ranks. Returns the buffer of

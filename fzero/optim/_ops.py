@@ -76,9 +76,9 @@ def adamw_(
     """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel; on CUDA with fzero's own
     (`fzero.kernels.adamw`), if Triton is installed and the four are contiguous.
 
-    All four tensors share shape, dtype (floating) and device; any shape, empty included. `count` is the number of this
-    step counted from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the L2
-    term. Strides may be any; if the four differ, the step goes through contiguous copies.
+    All four share shape, dtype (floating) and device; any shape, empty included. A narrower `grad` is cast. `count` is
+    this step's number, from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the
+    L2 term. Strides may be any; if the four differ, the step goes through contiguous copies.
 
     Raises `ValueError` for shapes that differ and `TypeError` for dtypes that differ.
 
@@ -100,7 +100,7 @@ def adamw_(
     if kernel is not None:
         kernel(param, grad, mu, nu, count, lr, *numbers)
         return
-    tensors = [param, grad, mu, nu]
+    tensors = [param, grad.to(param.dtype), mu, nu]
     if not _one_layout(tensors):  # aten's kernel walks raw memory: unlike strides would pair the wrong elements
         tensors = [t.contiguous().view(-1) for t in tensors]
     rate: Any = lr.item() if param.is_cpu else lr.to(param.device, torch.float32)
@@ -184,7 +184,8 @@ def _chunk_bytes(node: fx.Node) -> int:
 
 
 op_info.add(torch.ops.fzero.sum_squares.default, OpInfo(workspace=_chunk_bytes))
-op_info.add(torch.ops.fzero.adamw_.default, OpInfo(in_place=(torch.ops.fzero.adamw.default, (0, 2, 3))))
+op_info.add(torch.ops.fzero.adamw.default, OpInfo(widens=(1,)))
+op_info.add(torch.ops.fzero.adamw_.default, OpInfo(in_place=(torch.ops.fzero.adamw.default, (0, 2, 3)), widens=(1,)))
 
 # The shape rules.
 
@@ -241,7 +242,8 @@ def _check_step(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, count: Tens
     for name, t in (("grad", grad), ("mu", mu), ("nu", nu)):
         if t.shape != param.shape:
             raise ValueError(f"fzero::adamw: {name} has shape {tuple(t.shape)}, param has shape {tuple(param.shape)}")
-        if t.dtype != param.dtype:
+        narrow = name == "grad" and t.is_floating_point() and t.dtype.itemsize < param.dtype.itemsize
+        if t.dtype != param.dtype and not narrow:
             raise TypeError(f"fzero::adamw: {name} is {t.dtype}, param is {param.dtype}: they must be one dtype")
     if not param.is_floating_point():
         raise TypeError(f"fzero::adamw: param is {param.dtype}, but it must be a floating-point tensor")

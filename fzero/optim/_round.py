@@ -39,9 +39,9 @@ __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it 
 def stochastic_round(x: Tensor, seed: Tensor) -> Tensor:
     """Returns `x` (float32, any shape) in bfloat16, each element rounded up or down so that its mean over seeds is `x`.
 
-    `seed` is a scalar int64 tensor, and the only source of randomness: equal seeds give equal bits. In a step, use a
-    seed that changes with every step, such as a count. Raises `TypeError` for other dtypes, and if a derivative would
-    have to pass through; `ValueError` for a seed that is not 0-d.
+    x: float32. seed: a scalar int64 tensor, and the only source of randomness: equal seeds give equal bits. In a step,
+    use a seed that changes with every step, such as a count. Raises `TypeError` for other dtypes, and if a derivative
+    would have to pass through; `ValueError` for a seed that is not 0-d.
 
     >>> x = torch.full((1000,), 1.0) + torch.arange(1000) * 2**-20    # bfloat16 has 1.0 and 1.0078125 here
     >>> rounded = stochastic_round(x, torch.tensor(7))

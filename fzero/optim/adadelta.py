@@ -43,7 +43,10 @@ def adadelta(
 ) -> GradientTransformation:
     """Adadelta; `weight_decay` is an L2 term. A step has the size of the steps before, so 1 is the usual rate.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    learning_rate: a number or a schedule. rho, eps: as in `torch.optim.Adadelta`. weight_decay: a number; it and the
+    rate may be scalar tensors.
+
+    Raises `SpecError` for a
     value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 

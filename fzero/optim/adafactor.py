@@ -56,7 +56,10 @@ def adafactor(
 ) -> GradientTransformation:
     """Adafactor; names and defaults are torch's (`threshold` is its `d`).
 
-    `learning_rate` bounds the relative step size; `eps[0]` None is the parameter's machine epsilon. Updates are
+    learning_rate: bounds the relative step size. beta2_decay, weight_decay, threshold: as in `torch.optim.Adafactor`.
+    eps: two numbers; None for the first is the parameter's machine epsilon.
+
+    Updates are
     float32 at least. Raises `SpecError` for a value out of range or of the wrong type, and `TreeError` for params that
     are not floating-point tensors or gradients unlike them.
 

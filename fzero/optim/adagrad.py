@@ -40,7 +40,10 @@ def adagrad(
 ) -> GradientTransformation:
     """Adagrad; `weight_decay` is an L2 term. `initial` is the first value of the sums of squares.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    learning_rate: a number or a schedule. lr_decay, initial, eps: as in `torch.optim.Adagrad`. weight_decay: a number;
+    it and the rate may be scalar tensors.
+
+    Raises `SpecError` for a
     value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 

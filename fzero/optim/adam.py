@@ -56,12 +56,13 @@ def adam(
 ) -> GradientTransformation:
     """Adam; `weight_decay` is an L2 term added to the gradient, as in `torch.optim.Adam`.
 
-    `learning_rate` is a number or a schedule. `moments` is the dtype in which mu and nu are kept: None (their
-    parameter's), "float32", or "bfloat16" (rounded stochastically: half the memory of float32 moments). With a dtype
-    given, the step is computed in float32 at least, gradients may have any dtype, and updates are float32 at least;
-    `apply_updates` rounds them into the parameter. `learning_rate` and `weight_decay` may be scalar tensors.
-    `bias_correction=False` leaves out both divisions by 1 - beta^t. Each of `betas` is a number or a schedule; with a
-    schedule (`fzero.optim.one_cycle`) the step is plain arithmetic instead of the fused kernel.
+    learning_rate, weight_decay: numbers or scalar tensors; the rate may be a schedule. betas: each a number or a
+    schedule; with a schedule (`fzero.optim.one_cycle`) the step is plain arithmetic instead of the fused kernel. eps: a
+    number.
+    bias_correction: False leaves out both divisions by 1 - beta^t.
+    moments: the dtype in which mu and nu are kept: None (their parameter's), "float32", or "bfloat16" (rounded
+    stochastically: half the memory of float32 moments). With a dtype given, the step is computed in float32 at least,
+    gradients may have any dtype, and updates are float32 at least; `apply_updates` rounds them into the parameter.
 
     Raises `SpecError` for a value out of range or of the wrong type, `TreeError` for params that are not
     floating-point tensors or gradients unlike them, and `TypeError` where a derivative would have to pass through the
@@ -88,7 +89,8 @@ def adamw(
 ) -> GradientTransformation:
     """AdamW: weight decay decoupled from the gradient, as in `torch.optim.AdamW`.
 
-    `mask` selects the leaves that decay (all by default), in any form that `masked` takes. Otherwise as `adam`.
+    learning_rate, betas, eps, weight_decay, moments, bias_correction: as in `adam`. mask: the leaves that decay (all by
+    default), in any form that `masked` takes.
 
     >>> tx = adamw(0.1, weight_decay=0.5, mask="**/w")
     >>> params = {"a": {"w": torch.ones(1), "bias": torch.ones(1)}}

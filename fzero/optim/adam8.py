@@ -49,7 +49,9 @@ def adamw8bit(
     weight_decay: float | Tensor = 0.01,
     mask: Mask | None = None,
 ) -> GradientTransformation:
-    """AdamW whose moments take one byte per element each; arguments and errors as in `fzero.optim.adamw`.
+    """AdamW whose moments take one byte per element each. It raises the errors of `fzero.optim.adamw`.
+
+    learning_rate, betas, eps, weight_decay, mask: as in `adamw`.
 
     Steps are computed in float32. Updates are float32 too, or of the parameter's dtype if that is wider.
 

@@ -33,6 +33,8 @@ class EmaState(NamedTuple):
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
     """Replaces updates by their moving average; `debias` divides it by `1 - decay^t`. dtypes are kept.
 
+    decay: in [0, 1). debias: a bool.
+
     Raises `SpecError` for a decay outside [0, 1), `TreeError` for updates unlike the state.
 
     >>> tx = ema(0.9)
@@ -72,6 +74,7 @@ class EmaParamsState(NamedTuple):
 def ema_params(tx: GradientTransformation, decay: float) -> GradientTransformation:
     """Returns `tx` with a moving average of the parameters in its state, `opt_state.average`; updates are `tx`'s.
 
+    tx: the transformation. decay: in [0, 1).
     The average has the dtype of the parameters. It is that of `torch.optim.swa_utils.AveragedModel` with
     `get_ema_multi_avg_fn(decay)`, for an average that starts at the first parameters. Put `tx` last: what changes the
     updates afterwards is not in the average.

@@ -41,10 +41,12 @@ def one_cycle(
 ) -> OneCycle:
     """The schedules of `torch.optim.lr_scheduler.OneCycleLR`, with its arguments and defaults.
 
-    The rate rises from `max_lr / div_factor` to `max_lr` in the part `pct_start` of the steps, and then falls to the
-    first rate over `final_div_factor`. `three_phase` puts a fall to the first rate between, as long as the rise.
-    The momentum moves between `max_momentum`, at low rates, and `base_momentum`, at the highest. `anneal_strategy` is
-    "cos" or "linear". After `total_steps` the last values stay. Raises `SpecError` for a value out of range.
+    max_lr, total_steps, pct_start, anneal_strategy, base_momentum, max_momentum, div_factor, final_div_factor,
+    three_phase: as there. The rate rises from `max_lr / div_factor` to `max_lr` in the part `pct_start` of the steps,
+    and then falls to the first rate over `final_div_factor`. `three_phase` puts a fall to the first rate between, as
+    long as the rise. The momentum moves between `max_momentum`, at low rates, and `base_momentum`, at the highest.
+    `anneal_strategy` is "cos" or "linear". After `total_steps` the last values stay. Raises `SpecError` for a value out
+    of range.
 
     >>> cycle = one_cycle(1.0, 11, pct_start=0.55, anneal_strategy="linear", div_factor=5.0)
     >>> [round(float(cycle.rate(torch.tensor(count))), 4) for count in (0, 5, 10)]
@@ -75,9 +77,9 @@ def one_cycle(
 def triangle(low: float, peak: float, rise: int, fall: int, stairs: tuple[int, int] = (0, 0)) -> Schedule:
     """From `low` at count 0 to `peak` at count `rise`, back to `low` at count `rise + fall`, and `low` from there on.
 
-    `stairs` are the steps in which it rises and falls, of equal height; 0: it moves at every count. `peak` may be the
-    smaller one, as a momentum's is. It is the cycle of DeepSpeed's OneCycle. Raises `SpecError` for a negative value
-    and `rise < 1`.
+    low, peak: values. rise, fall: steps of each. stairs: the steps in which it rises and falls, of equal height; 0: it
+    moves at every count. `peak` may be the smaller one, as a momentum's is. It is the cycle of DeepSpeed's OneCycle.
+    Raises `SpecError` for a negative value and `rise < 1`.
 
     >>> [float(triangle(0.0, 1.0, 4, 2)(torch.tensor(count))) for count in (0, 1, 4, 5, 6, 9)]
     [0.0, 0.25, 1.0, 0.5, 0.0, 0.0]
@@ -100,7 +102,8 @@ def triangle(low: float, peak: float, rise: int, fall: int, stairs: tuple[int, i
 
 
 def inverse_time(peak: float, steps: int, rate: float) -> Schedule:
-    """`peak / (1 + rate * count / steps)`. Raises `SpecError` for a negative value and `steps < 1`.
+    """`peak / (1 + rate * count / steps)`. peak: the first value. steps, rate: of the decay. Raises `SpecError` for a
+    negative value and `steps < 1`.
 
     >>> [float(inverse_time(1.0, 2, 0.5)(torch.tensor(count))) for count in (0, 2, 4)]
     [1.0, 0.6666666666666666, 0.5]
@@ -114,6 +117,7 @@ def inverse_time(peak: float, steps: int, rate: float) -> Schedule:
 def linear_growth(start: float, steps: int, rate: float, staircase: bool = False) -> Schedule:
     """`start * (1 + rate * count / steps)`, without an end; with `staircase` it grows every `steps` at once.
 
+    start: the first value. steps, rate: of the growth. staircase: a bool.
     It is DeepSpeed's LRRangeTest, a search for the highest rate. Raises `SpecError` for a negative value, `steps < 1`.
 
     >>> [float(linear_growth(1.0, 2, 0.5)(torch.tensor(count))) for count in (0, 1, 4)]

@@ -14,7 +14,7 @@ from fzero import tree
 from fzero.optim import _check, _ops
 from fzero.optim.adam import AdamState, adamw
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree
+from fzero.optim.transform import FED, WHOLE, GradientTransformation, PyTree
 from fzero.phases import Phases
 
 
@@ -28,7 +28,10 @@ def freeze_nu(
 ) -> Phases[GradientTransformation]:
     """AdamW for `after` steps of the run, then AdamW whose second moment keeps its value. For `Spec(optimizer=...)`.
 
-    The phases are named "warmup" and "frozen". The state is AdamW's, in the parameters' dtypes. An element whose second
+    learning_rate, betas, eps, weight_decay, bias_correction: as in `adamw`. after: steps of the run.
+
+    The phases are named "warmup" and "frozen". In the second `Precision(reduce="sign")` may code the gradients; in the
+    first they travel whole. The state is AdamW's, in the parameters' dtypes. An element whose second
     moment is still 0 is only decayed from then on.
 
     >>> phases = freeze_nu(0.1, after=1, weight_decay=0.0)
@@ -51,7 +54,11 @@ def freeze_nu(
         mu = tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.mu, grads)
         return step.updates(params, mu, state.nu, state.count), AdamState(state.count + 1, mu, state.nu)
 
-    return Phases.after(steps, ("warmup", adam), ("frozen", GradientTransformation(adam.init, frozen)))
+    return Phases.after(
+        steps,
+        ("warmup", adam._replace(feedback=WHOLE)),
+        ("frozen", GradientTransformation(adam.init, frozen, feedback=FED)),
+    )
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from fzero.optim.transform import GradientTransformation, PyTree, _with_holes
 def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTransformation:
     """Returns a transformation that treats each group of leaves with the transformation of its rule.
 
-    Every leaf needs a rule; `"**"` is a rule for all leaves that are left. The state is the tuple of the
-    transformations' states in the order of the rules. Each is over params with `None` for the leaves of other rules, so
-    these take no memory. A norm in one of them is that of its own leaves.
+    rules: path rules to transformations, the first match wins. Every leaf needs a rule; `"**"` is a rule for all leaves
+    that are left. The state is the tuple of the transformations' states in the order of the rules. Each is over params
+    with `None` for the leaves of other rules, so these take no memory. A norm in one of them is that of its own leaves.
 
     Raises `SpecError` for a leaf without a rule, for a rule that wins for no leaf, and for a value that is no
     transformation. Raises `TreeError` for gradients unlike params and for a state of another length.
@@ -80,8 +80,9 @@ def multi_transform(rules: Mapping[str, GradientTransformation]) -> GradientTran
 def scale_by_path(rules: Mapping[str, float]) -> GradientTransformation:
     """Returns a transformation that multiplies the updates of the leaves that a rule names; all others pass.
 
-    The numbers are learning-rate multipliers if it stands at the end of a chain. Weight decay is part of an update, so
-    it is multiplied too. 0 keeps a leaf unchanged; its moments are still updated.
+    rules: path rules to numbers, the first match wins. The numbers are learning-rate multipliers if it stands at the
+    end of a chain. Weight decay is part of an update, so it is multiplied too. 0 keeps a leaf unchanged; its moments
+    are still updated.
 
     Raises `SpecError` for a multiplier that is not a finite number and for a rule that wins for no leaf, `TreeError`
     for gradients unlike params.

@@ -39,7 +39,10 @@ def lion(
     mask: Mask | None = None,
     moments: str | None = None,
 ) -> GradientTransformation:
-    """Lion. `mask` selects the leaves that decay; `moments` is None, "float32" or "bfloat16", as in `adamw`.
+    """Lion: steps by the sign of a momentum.
+
+    learning_rate: a number or a schedule. betas, weight_decay: numbers. mask: the leaves that decay. moments: None,
+    "float32" or "bfloat16", as in `adamw`.
 
     Raises `SpecError` for a value out of range or of the wrong type, and `TreeError` for params that are not
     floating-point tensors or gradients unlike them.

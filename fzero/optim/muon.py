@@ -62,11 +62,12 @@ def muon(
     others: GradientTransformation | None = None,
     moments: str | None = None,
 ) -> GradientTransformation:
-    """Muon for the leaves that `mask` selects (default: all of two dimensions), `others` for the rest.
+    """Muon for matrices, another optimizer for the rest.
 
-    `coefficients` and `steps` are Newton-Schulz's; `adjust` is "original" or "match_rms_adamw"; `moments` is None,
-    "float32" or "bfloat16", as in `adamw`. Embeddings and output heads are better left to `others`: name the hidden
-    matrices in `mask`.
+    learning_rate, weight_decay, momentum, nesterov, eps: as in `torch.optim.Muon`; the rate may be a schedule.
+    coefficients, steps: of Newton-Schulz. adjust: "original" or "match_rms_adamw". moments: None, "float32" or
+    "bfloat16", as in `adamw`. mask: the leaves for Muon (default: all of two dimensions). others: for the rest.
+    Embeddings and output heads are better left to `others`: name the hidden matrices in `mask`.
 
     Raises `SpecError` for a value out of range or of the wrong type, for a mask that selects a leaf of another number
     of dimensions, and for leaves left over without `others`; `TreeError` for params that are not floating-point
@@ -101,6 +102,8 @@ def muon(
 
 def hidden_matrices(path: str, leaf: Tensor) -> bool:
     """A mask for `muon`: matrices that are neither an embedding nor an output head, by the words of their path.
+
+    path: of the leaf, within `params`. leaf: its tensor.
 
     >>> hidden_matrices("h.0.mlp.weight", torch.ones(2, 2)), hidden_matrices("embed_tokens.weight", torch.ones(2, 2))
     (True, False)

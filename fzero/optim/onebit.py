@@ -54,8 +54,9 @@ def onebit_adam(
 ) -> Phases[GradientTransformation]:
     """1-bit Adam (arXiv 2102.02888), with decoupled weight decay. For `Spec(optimizer=...)`, at any ZeRO stage.
 
-    warmup_steps: of Adam, after which the variance is frozen and the momentum travels in signs: 15 to 25 % of a run.
-    They count steps of the run, as `state.step` does. Parameters are float32.
+    learning_rate, betas, eps, weight_decay, bias_correction: as in `adamw`. warmup_steps: of Adam, after which the
+    variance is frozen and the momentum travels in signs: 15 to 25 % of a run. They count steps of the run, as
+    `state.step` does. Parameters are float32.
 
     The optimizer takes local gradients in its second phase, so `clip_norm`, `clip_value`, a loss scale, `reduce="each"`
     and the axes `pp` and `tp` are refused. `nonfinite="skip"` is allowed. On one rank nothing is coded. Raises

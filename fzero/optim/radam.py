@@ -47,7 +47,10 @@ def radam(
 ) -> GradientTransformation:
     """RAdam; `weight_decay` is an L2 term, or AdamW's with `decoupled_weight_decay`.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    learning_rate: a number or a schedule. weight_decay: a number; it and the rate may be scalar tensors.
+    betas, eps, decoupled_weight_decay: as in `torch.optim.RAdam`.
+
+    Raises `SpecError` for a
     value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 

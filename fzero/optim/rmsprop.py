@@ -46,9 +46,12 @@ def rmsprop(
     momentum: float = 0.0,
     centered: bool = False,
 ) -> GradientTransformation:
-    """RMSprop; `weight_decay` is an L2 term. `learning_rate` is a number or a schedule.
+    """RMSprop; `weight_decay` is an L2 term.
 
-    `learning_rate` and `weight_decay` may be scalar tensors that the step computes. Raises `SpecError` for a value out
+    learning_rate: a number or a schedule. weight_decay: a number; it and the rate may be scalar tensors that the step
+    computes. alpha, eps, momentum, centered: as in `torch.optim.RMSprop`.
+
+    Raises `SpecError` for a value out
     of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients unlike
     them.
 

@@ -41,7 +41,7 @@ Schedule: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def constant(value: float) -> Schedule:
-    """Always `value` (at least 0).
+    """Always the same. value: at least 0.
 
     >>> constant(0.5)(torch.tensor(7))
     tensor(0.5000, dtype=torch.float64)
@@ -52,6 +52,8 @@ def constant(value: float) -> Schedule:
 
 def linear_warmup(peak: float, steps: int) -> Schedule:
     """From 0 at count 0 to `peak` at count `steps`, and `peak` from there on. With `steps=0` it is `constant(peak)`.
+
+    peak: the last value. steps: until it.
 
     Raises `SpecError` (a `ValueError`) for a negative `peak` or `steps`, and for a value that is not a number.
 
@@ -66,6 +68,8 @@ def linear_warmup(peak: float, steps: int) -> Schedule:
 def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `peak` at count 0 to `end` at count `steps` (at least 1), and `end` from there on.
 
+    peak: the first value. steps: until the last. end: the last value.
+
     Raises `SpecError` (a `ValueError`) for a negative `peak` or `end`, for `steps < 1`, and for a value that is no
     number.
 
@@ -79,6 +83,8 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
     """`linear_warmup(peak, warmup_steps)`, then half a cosine that reaches `end` at count `total_steps`.
+
+    peak: the highest value. warmup_steps: until it. total_steps: until the last. end: the last value.
 
     Raises `SpecError` (a `ValueError`) for a negative value, for `warmup_steps > total_steps`, and for a value that is
     no number.
@@ -106,6 +112,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
 def warmup(low: float, peak: float, steps: int, kind: str = "linear") -> Schedule:
     """From `low` at count 0 to `peak`, and `peak` from there on. `kind` "linear" is there at count `steps`.
 
+    low, peak: the first and the last value. steps: between them. kind: "linear" or "log".
     `kind` "log" rises as `ln(count + 1) / ln(steps)`, with `steps` at least 2, and is there at count `steps - 1`. (It
     is DeepSpeed's default: `shift(warmup(low, peak, steps, "log"), -1)` is its WarmupLR.)
 
@@ -129,6 +136,7 @@ def warmup(low: float, peak: float, steps: int, kind: str = "linear") -> Schedul
 def polynomial(peak: float, steps: int, end: float = 0.0, power: float = 1.0) -> Schedule:
     """From `peak` at count 0 to `end` at count `steps`, as `(1 - count / steps) ** power`, and `end` from there on.
 
+    peak: the first value. steps: until the last. end: the last value. power: above 0.
     With `power=1` it is linear. Raises `SpecError` for a negative value, `steps < 1` and `power <= 0`.
 
     >>> [polynomial(1.0, 4, end=0.2, power=2.0)(torch.tensor(c)).item() for c in (0, 2, 4, 9)]
@@ -143,8 +151,9 @@ def polynomial(peak: float, steps: int, end: float = 0.0, power: float = 1.0) ->
 def exponential(peak: float, steps: int, rate: float, staircase: bool = False, end: float | None = None) -> Schedule:
     """`peak * rate ** (count / steps)`: multiplied by `rate` every `steps`; with `staircase` all at once.
 
-    `end` is the value that it does not pass: the least if `rate < 1`, else the largest. Raises `SpecError` for a
-    negative value, `steps < 1` and `rate <= 0`.
+    peak: the first value. steps: between two factors. rate: the factor. staircase: a bool. end: the value that it does
+    not pass: the least if `rate < 1`, else the largest. Raises `SpecError` for a negative value, `steps < 1` and `rate
+    <= 0`.
 
     >>> [exponential(1.0, 2, 0.25, end=0.1)(torch.tensor(c)).item() for c in (0, 1, 2, 9)]
     [1.0, 0.5, 0.25, 0.1]
@@ -167,6 +176,8 @@ def exponential(peak: float, steps: int, rate: float, staircase: bool = False, e
 
 def piecewise(value: float, factors: Mapping[int, float]) -> Schedule:
     """`value`, multiplied by each factor from its boundary on: `{30_000: 0.1, 60_000: 0.1}` divides twice by ten.
+
+    value: the first. factors: by the count at which each begins.
 
     Raises `SpecError` for a negative value or factor, and for a boundary that is not an integer.
 
@@ -194,6 +205,8 @@ def piecewise(value: float, factors: Mapping[int, float]) -> Schedule:
 
 def joined(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Returns the first schedule up to the first boundary, then the second, whose count is 0 there, and so on.
+
+    schedules: in their order. boundaries: the counts at which the next begins.
 
     Raises `SpecError` unless there is one boundary less than schedules, in increasing order.
 
@@ -223,6 +236,8 @@ def joined(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule
 def shift(schedule: Schedule, by: int) -> Schedule:
     """Returns the schedule read `by` counts ahead, or behind if `by` is negative: then its first value comes again.
 
+    schedule: any. by: an int.
+
     >>> [shift(linear_warmup(1.0, 2), -1)(torch.tensor(c)).item() for c in (0, 1, 2, 3)]
     [0.0, 0.0, 0.5, 1.0]
     """
@@ -235,7 +250,7 @@ def table(values: Sequence[float]) -> Schedule:
     """The value of each count, one after the other, and the last one from there on: any schedule that was computed
     before, in Python or by another library.
 
-    Raises `SpecError` for an empty table, and for a value that is negative or no number.
+    values: one for each count. Raises `SpecError` for an empty table, and for a value that is negative or no number.
 
     >>> by_epoch = table([0.1, 0.1, 0.01])
     >>> [by_epoch(torch.tensor(c)).item() for c in (0, 1, 2, 9)]

@@ -20,7 +20,7 @@ from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
+from fzero.optim.transform import FED, GradientTransformation, PyTree, plus_scaled
 
 
 class SgdState(NamedTuple):
@@ -40,9 +40,12 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float | Tensor = 0.0,
 ) -> GradientTransformation:
-    """SGD with momentum, Nesterov's variant and an L2 term. `learning_rate` and `momentum` are numbers or schedules.
+    """SGD with momentum, Nesterov's variant and an L2 term.
 
-    `learning_rate` and `weight_decay` may be scalar tensors that the step computes. Raises `SpecError` for a value out
+    learning_rate, momentum: numbers or schedules. nesterov: a bool. weight_decay: a number; it and the rate may be
+    scalar tensors that the step computes.
+
+    Raises `SpecError` for a value out
     of range or of the wrong type and for `nesterov` without momentum, and `TreeError` for params that are not
     floating-point tensors or gradients unlike them.
 
@@ -82,4 +85,4 @@ def sgd(
         updates = [(d * descent).to(d.dtype) for d in direction]  # a 0-d leaf would become float64
         return tree.unflatten(structure, updates), SgdState(state.count + 1, buffers)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, feedback=FED)

@@ -16,11 +16,11 @@ from torch import Tensor
 from fzero import tree
 from fzero.optim import _check
 from fzero.optim.schedules import Schedule, as_schedule
-from fzero.optim.transform import GradientTransformation, Mask, PyTree, plus_scaled, selected
+from fzero.optim.transform import FED, GradientTransformation, Mask, PyTree, plus_scaled, selected
 
 
 def clip_by_value(limit: float | Tensor) -> GradientTransformation:
-    """Limits every element to `[-limit, limit]`; `limit` is above 0. dtypes are kept, and a NaN stays a NaN.
+    """Limits every element to `[-limit, limit]`. dtypes are kept, and a NaN stays a NaN. limit: above 0.
 
     >>> clip_by_value(1.0).update([torch.tensor([-3.0, 0.5])], (), None)[0]
     [tensor([-1.0000,  0.5000])]
@@ -39,6 +39,7 @@ def clip_by_value(limit: float | Tensor) -> GradientTransformation:
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> GradientTransformation:
     """`g + weight_decay * p` for the leaves that `mask` selects (all by default), in any form that `masked` takes.
 
+    weight_decay: a number or a scalar tensor. mask: as in `masked`; None: all leaves.
     Before an optimizer it is an L2 term; after the direction is made and before the learning rate, decoupled decay.
     Raises `SpecError` for a number below 0 and for a rule that matches nothing, `TreeError` for gradients unlike
     params.
@@ -59,7 +60,7 @@ def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) 
         values = [plus_scaled(g, p, decay) if c else g for g, p, c in zip(leaves, old, chosen, strict=True)]
         return tree.unflatten(structure, values), state
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, feedback=FED)
 
 
 class ScheduleState(NamedTuple):
@@ -75,6 +76,8 @@ class ScheduleState(NamedTuple):
 def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
     """Multiplies every leaf by `schedule(count)`, which may be negative; dtypes are kept.
 
+    schedule: from the count, a scalar int64, to a scalar.
+
     Raises `SpecError` when the schedule returns anything but a scalar tensor.
 
     >>> tx = scale_by_schedule(lambda count: -0.5 ** count)
@@ -88,7 +91,7 @@ def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
         factor = rate(state.count)
         return tree.map(lambda g: (g * factor).to(g.dtype), grads), ScheduleState(state.count + 1)
 
-    return GradientTransformation(lambda params: ScheduleState(_check.zero_count(params)), update)
+    return GradientTransformation(lambda params: ScheduleState(_check.zero_count(params)), update, feedback=FED)
 
 
 class TraceState(NamedTuple):
@@ -104,6 +107,8 @@ class TraceState(NamedTuple):
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     """Momentum without a learning rate: `t <- g + decay * t`, and `t`, or `g + decay * t` for `nesterov`.
 
+    decay: in [0, 1). nesterov: a bool.
+
     >>> tx = trace(0.5)
     >>> _, opt_state = tx.update([torch.ones(1)], tx.init([torch.ones(1)]), None)
     >>> tx.update([torch.ones(1)], opt_state, None)[0]
@@ -117,4 +122,4 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         ahead = tree.map(lambda g, t: torch.add(g, t, alpha=decay), grads, held) if nesterov else held
         return ahead, TraceState(held)
 
-    return GradientTransformation(lambda params: TraceState(tree.map(torch.zeros_like, params)), update)
+    return GradientTransformation(lambda params: TraceState(tree.map(torch.zeros_like, params)), update, feedback=FED)

@@ -22,6 +22,7 @@ differentiate through a chain, and `vmap` over it.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -43,7 +44,9 @@ class GradientTransformation(NamedTuple):
 
     takes: which gradients `update` gets in a `Spec`: "mean", over all ranks, or "local", this rank's own. From local
     ones it computes updates that are the same on every rank, as with `fzero.coded_mean`. What differs between ranks
-    is kept in leaves that `init` marks by `fzero.per_rank`.
+    is kept in leaves that `init` marks by `fzero.per_rank`. feedback: whether gradients may bring what earlier codes of
+    them have lost (`Precision(reduce="sign")`). "fed": they may, for updates are linear in them. "whole": it gets whole
+    gradients, as in a phase before. "refuse": such a precision is refused, for squares would spoil a second moment.
 
     >>> sign = GradientTransformation(lambda params: (), lambda g, state, p: (tree.map(torch.sign, g), state))
     >>> sign.update([torch.tensor(-3.0)], sign.init([]), [])
@@ -53,6 +56,10 @@ class GradientTransformation(NamedTuple):
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
     takes: str = "mean"
+    feedback: str = "refuse"
+
+
+FED, WHOLE, REFUSE = "fed", "whole", "refuse"  # the values of `GradientTransformation.feedback`
 
 
 def identity() -> GradientTransformation:
@@ -61,24 +68,27 @@ def identity() -> GradientTransformation:
     >>> identity().update([1], (), [0])
     ([1], ())
     """
-    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state))
+    return GradientTransformation(lambda params: (), lambda grads, state, params: (grads, state), feedback=FED)
 
 
 def scale(factor: float | Tensor) -> GradientTransformation:
-    """Returns a transformation that multiplies every leaf by a finite number or a scalar tensor; dtypes are kept.
+    """Returns a transformation that multiplies every leaf; dtypes are kept. factor: a finite number or a scalar tensor.
 
     >>> scale(-2.0).update([torch.tensor(3.0)], (), None)
     ([tensor(-6.)], ())
     """
     factor = _check.hyper("scale: factor", factor, low=-float("inf"), above=True)
     return GradientTransformation(
-        lambda params: (), lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state)
+        lambda params: (),
+        lambda grads, state, params: (tree.map(lambda g: (g * factor).to(g.dtype), grads), state),
+        feedback=FED,
     )
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Returns a transformation that applies the given ones one after another; its state is the tuple of their states.
 
+    transformations: in their order.
     An empty chain is the identity. Raises `SpecError` for an argument that is not a transformation, and `TreeError` for
     a state of another length.
 
@@ -109,14 +119,16 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
             states.append(part)
         return grads, tuple(states)
 
-    return GradientTransformation(init, update)
+    asked = {tx.feedback for tx in transformations}
+    feedback = next((value for value in (REFUSE, WHOLE) if value in asked), FED)
+    return GradientTransformation(init, update, feedback=feedback)
 
 
 def global_norm(values: PyTree) -> Tensor:
     """Returns the L2 norm of all leaves together, summed in float64 leaf by leaf in the tree's order: 0-d, float64 if a
     leaf is float64, else float32.
 
-    Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
+    values: a pytree. Leaves are floating-point tensors of any shape on one device. A tree without leaves has norm 0.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])})
     tensor(5.)
@@ -128,7 +140,7 @@ def global_norm(values: PyTree) -> Tensor:
 def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scales all leaves by `min(1, max_norm / (global_norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does.
 
-    `max_norm` is greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
+    max_norm: greater than 0. dtypes are kept. If the norm is NaN, every leaf becomes NaN.
 
     >>> clip_by_global_norm(1.0).update([torch.tensor([3.0, 4.0])], (), None)
     ([tensor([0.6000, 0.8000])], ())
@@ -146,6 +158,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
 def apply_updates(params: PyTree, updates: PyTree, seed: Tensor | None = None) -> PyTree:
     """Returns `params + updates`, leaf by leaf, in each parameter's dtype.
 
+    params, updates: pytrees of one structure. seed: scalar int64, for bfloat16 leaves.
     bfloat16 leaves are rounded to nearest without a `seed`. With a `seed` the sum is computed in float32 and rounded up
     or down at random by `stochastic_round`, so that small updates are not lost. The seed is scalar int64 and differs at
     every step; a count will do. Adam's updates come to `delta(new, p)`: in a captured step `apply_delta(p, delta(new,
@@ -176,9 +189,9 @@ def _moved(p: Tensor, update: Tensor, seed: Tensor | None) -> Tensor:
 def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Returns a transformation that applies `tx` to the selected leaves; other updates pass unchanged.
 
-    `mask` is a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree of bools with the
-    structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over `params` with `None`
-    for the other leaves. So the other leaves take no memory.
+    tx: a transformation. mask: a path rule or a list of them (`fzero.tree.matches`, on paths within `params`), a pytree
+    of bools with the structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over
+    `params` with `None` for the other leaves. So the other leaves take no memory.
 
     Raises `SpecError` for a rule that matches no leaf and for a mask of another structure, `TreeError` for gradients
     unlike `params`.
@@ -224,6 +237,7 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
     if isinstance(mask, (list, tuple)) and mask and all(isinstance(rule, str) for rule in mask):
         return _by_rules(where, mask, paths)
     if callable(mask):
+        _check_takes_path_and_leaf(where, mask)
         flags = [mask(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     else:
         flag_paths, flags, flag_structure = tree.flatten(mask)
@@ -238,6 +252,21 @@ def selected(where: str, mask: Mask | None, params: PyTree) -> list[bool]:
         if not isinstance(flag, bool):
             raise SpecError(f"{where}: mask says {_check.kind(flag)} for {path!r}, but it must say True or False")
     return flags
+
+
+def _check_takes_path_and_leaf(where: str, mask: Callable[..., Any]) -> None:
+    """Raises SpecError for a mask that cannot be called with a path and a leaf, such as optax's of all parameters."""
+    try:
+        inspect.signature(mask).bind("path", "leaf")
+    except TypeError:
+        name = getattr(mask, "__name__", _check.kind(mask))
+        raise SpecError(
+            f"{where}: mask is called with a path and its leaf, and {name}{inspect.signature(mask)} does not take "
+            "them. Write mask=lambda path, leaf: leaf.ndim > 1, or path rules such as mask=['**/weight']. (For a "
+            "function of all parameters, as in optax, give its result)"
+        ) from None
+    except ValueError:  # a function without a signature
+        return
 
 
 def _by_rules(where: str, rules: Sequence[str], paths: list[str]) -> list[bool]:

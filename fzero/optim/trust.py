@@ -43,8 +43,8 @@ def scale_by_trust_ratio(
 ) -> GradientTransformation:
     """Multiplies each leaf by `coefficient * |p| / (|g| + eps)`, or by 1 where |p| or |g| is 0; dtypes are kept.
 
-    `bounds` are the minimum and the maximum ratio. Raises `SpecError` for a value out of range, and `TreeError` for
-    gradients unlike params.
+    coefficient, eps: numbers. bounds: the minimum and the maximum ratio. Raises `SpecError` for a value out of range,
+    and `TreeError` for gradients unlike params.
 
     >>> tx = scale_by_trust_ratio()
     >>> tx.update([torch.tensor([3.0, 4.0])], (), [torch.tensor([0.0, 1.0])])[0]
@@ -77,9 +77,12 @@ def lamb(
     mask: Mask | None = None,
     bounds: tuple[float, float] | None = None,
 ) -> GradientTransformation:
-    """LAMB. `mask` selects the leaves that decay; `bounds` are the minimum and the maximum trust ratio.
+    """LAMB. Moments as Adam's, and a trust ratio for each leaf.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    learning_rate: a number or a schedule. betas, eps: numbers. weight_decay: a number; it and the rate may be scalar
+    tensors. mask: the leaves that decay. bounds: the minimum and the maximum trust ratio.
+
+    Raises `SpecError` for a
     value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 
@@ -103,9 +106,13 @@ def lars(
     trust_coefficient: float = 1e-3,
     eps: float = 0.0,
 ) -> GradientTransformation:
-    """LARS. `mask` selects the leaves that decay and have a trust ratio; the others take plain momentum steps.
+    """LARS. Momentum SGD, with a trust ratio for each leaf.
 
-    `learning_rate` is a number or a schedule; it and `weight_decay` may be scalar tensors. Raises `SpecError` for a
+    learning_rate: a number or a schedule. momentum, trust_coefficient, eps: numbers. nesterov: a bool. weight_decay: a
+    number; it and the rate may be scalar tensors. mask: the leaves that decay and have a trust ratio; the others take
+    plain momentum steps.
+
+    Raises `SpecError` for a
     value out of range or of the wrong type, and `TreeError` for params that are not floating-point tensors or gradients
     unlike them.
 

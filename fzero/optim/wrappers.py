@@ -38,6 +38,7 @@ def inject_hyperparams(
 ) -> Callable[..., GradientTransformation]:
     """Returns a function that makes `fn(**hyper)` with its numbers and schedules as 0-d tensors in the state.
 
+    fn: such as `fzero.optim.adamw`. static: names of arguments that stay what they are.
     The owner of the state may change numbers between steps. A schedule, a function of one argument, sets its
     hyperparameter at every step. Names in `static`, and arguments that are neither number nor schedule, are given
     to `fn` as they are. If an argument may not be a tensor, `fn` raises: in `adamw`, for instance, `learning_rate` and
@@ -143,6 +144,7 @@ class IfFiniteState(NamedTuple):
 def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
     """Returns `tx`, except that a step with an infinite or NaN gradient changes nothing.
 
+    tx: the transformation.
     In such a step updates are zero, and `tx`'s state is unchanged. The choice is made on the device, element by
     element, by one flag computed from the global norm. So nothing is read back, and every rank makes the same choice.
     `skipped` counts the steps left out. The choice needs the old state, so moments are not updated in place: while a
@@ -217,6 +219,7 @@ class DelayedState(NamedTuple):
 def delayed(tx: GradientTransformation) -> GradientTransformation:
     """Returns `tx` one step late: each update uses the gradients of the step before (ZeRO-Offload's delayed update).
 
+    tx: the transformation.
     The gradients wait in the state, so a checkpoint has them, and the update depends on nothing of the present batch. A
     program may run it beside the forward and backward. The first update changes nothing: there is no gradient yet. It
     costs a gradient's bytes in the state, in the parameter's dtype, and `tx`'s old state beside the new one while a

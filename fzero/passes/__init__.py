@@ -18,6 +18,7 @@ from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
 from fzero.passes.narrow import narrow
+from fzero.passes.narrow_gradients import narrow_gradients
 from fzero.passes.offload.offload_activations import offload_activations
 from fzero.passes.offload.offload_gradients import offload_gradients
 from fzero.passes.offload.place_moves import place_moves
@@ -67,6 +68,11 @@ BEFORE_ROLES: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
+    (
+        "narrow_gradients",
+        lambda p, o: narrow_gradients(p),
+        "a cast moves into the update; before segments hide it, and behind what decides what is sent",
+    ),
     ("share", lambda p, o: share(p, o.chunk_of), "equal values in layers; before views are made for each use"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),
     (

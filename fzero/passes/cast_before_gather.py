@@ -1,4 +1,4 @@
-"""cast_before_gather: a cast that a loss makes of a sharded parameter happens on the shard, before the gather.
+"""cast_before_gather: a cast that a loss makes of a parameter happens once, on the bucket: before the gather, if any.
 
 Every use of a bucket's leaves in the losses must begin with the same cast to a smaller dtype. Then one flat op casts
 the shard, and the cast column is gathered: half the bytes for bf16. The gradient still flows through the cast in the
@@ -7,6 +7,11 @@ gathered, and each use decodes them.
 
     gather p -> p.full;  run p.full[w] { c = bf16(w); ... }
     becomes   run p[0:L:mine] -> p.bf16[0:L:mine];  gather p.bf16 -> p.bf16.full;  run p.bf16.full[w] { ... }
+
+A column that is on every rank is cast as flat, if gradients follow: else the backward would make each cast again. It
+costs two bytes an element until the last use.
+
+    run p[w] { c = bf16(w); ... }     becomes     run p[0:L] -> p.bf16[0:L];  run p.bf16[w] { ... }
 """
 
 from __future__ import annotations
@@ -20,35 +25,54 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, rewrite, segments
-from fzero.ir.code_ops import ENCODES, CodeOps, encode_leaves
+from fzero.ir.code_ops import CODES, ENCODES, CodeOps, encode_leaves
 from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import DTYPE_NAMES, PERSISTENT, Buffer, Ref
+from fzero.ir.records import DEVICE, DTYPE_NAMES, PERSISTENT, Buffer, Ref
 
 CAST = torch.ops.aten._to_copy.default
 Form = torch.dtype | CodeOps  # what a cast gives, or a codec
 
 
 def cast_before_gather(program: Program) -> Program:
-    """The program with casts of whole sharded parameters moved onto the shards, where every use has the same cast."""
+    """The program with casts of parameters moved onto their columns, where every use has the same cast."""
     source = {
         op.writes[0].name: op
         for op in program.ops
         if op.gathers and program.buffers[op.reads[0].name].sharded
         and program.buffers[op.reads[0].name].kind in (*PERSISTENT, "staging")
     }  # fmt: skip
-    chosen = _common_forms(program, set(source))
+    kept = _kept_whole(program)
+    chosen = _common_forms(program, set(source)) | _common_forms(_regions_alone(program), set(kept))
+    chosen = {name: form for name, form in chosen.items() if name in source or isinstance(form, torch.dtype)}
     edits = rewrite.Edits()
+    waiting = {name for name in kept if name in chosen}
     for index, op in enumerate(program.ops):
+        for name in sorted(waiting & {ref.name for ref in op.reads if op.in_region}):
+            waiting.remove(name)
+            edits.before.setdefault(index, []).append(_whole_cast(program, name, chosen[name], edits))
         name = op.target if op.gathers or op.is_wait else ""
         if name in chosen and op.gathers:
             cast = _narrowed(program, op, chosen[name], edits)
             edits.instead[index] = [cast, replace(op, reads=(Ref(f"{name}.cast"),), writes=(Ref(f"{name}.low"),))]
         elif name in chosen:
             edits.instead[index] = [replace(op, reads=(Ref(f"{name}.low"),))]
-        elif op.is_run and any(ref.name in chosen for ref in op.reads):
+        elif op.in_region and any(ref.name in chosen for ref in op.reads):
             edits.instead[index] = [_without_casts(program, op, chosen, edits)]
     return edits.apply(program, "cast_before_gather")
+
+
+def _kept_whole(program: Program) -> list[str]:
+    """The columns of parameters that every rank holds on the device, of a program that makes gradients."""
+    if not any(buffer.kind == "grad" for buffer in program.buffers.values()):
+        return []
+    held = (b for b in program.buffers.values() if b.kind in PERSISTENT and b.bucket and b.space == DEVICE)
+    return [b.name for b in held if not b.sharded and b.dtype.is_floating_point]
+
+
+def _regions_alone(program: Program) -> Program:
+    """The program with the ops of losses alone: what an update reads of a parameter is not its cast."""
+    return replace(program, ops=tuple(op for op in program.ops if op.in_region))
 
 
 def _common_forms(program: Program, whole: set[str]) -> dict[str, Form]:
@@ -69,7 +93,7 @@ def _common_forms(program: Program, whole: set[str]) -> dict[str, Form]:
 def _form(user: fx.Node) -> Form | None:
     """What a node makes of a leaf, if that is a smaller form of it."""
     if user.target in ENCODES:
-        return ENCODES[user.target]
+        return CODES[user.target]
     plain = user.target is CAST and set(user.kwargs) == {"dtype"}
     return user.kwargs["dtype"] if plain else None  # type: ignore[return-value]
 
@@ -98,6 +122,19 @@ def _narrowed(program: Program, op: Op, form: Form, edits: rewrite.Edits) -> Op:
         span = (0, bucket.length, None, own)
         gm, why = _cast_of(shard, form), f"{DTYPE_NAMES[form]} before the gather"
         run = rewrite.run_op(make_op("run", why=why), gm, [Ref(shard.name, *span)], [Ref(cast, *span)], flat=1)
+    edits.segments.setdefault(run.segment, gm)
+    return run
+
+
+def _whole_cast(program: Program, name: str, form: Form, edits: rewrite.Edits) -> Op:
+    """The op that casts a column which every rank holds; adds its buffer and its segment."""
+    assert isinstance(form, torch.dtype), "codecs are of what is sent"
+    column = program.buffers[name]
+    low = f"{name}.low"
+    edits.buffers[low] = replace(column, name=low, dtype=form, kind="scratch")
+    span = (0, program.buckets[column.bucket or ""].length)
+    gm, why = _cast_of(column, form), f"{DTYPE_NAMES[form]} once"
+    run = rewrite.run_op(make_op("run", why=why), gm, [Ref(name, *span)], [Ref(low, *span)], flat=1)
     edits.segments.setdefault(run.segment, gm)
     return run
 

@@ -8,18 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from fzero.compile.resolve import mesh_of
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE, Mesh
 from fzero.plan.parallelism import AUTO
+from fzero.shard.partition import P
 from fzero.spec import Spec
 
 STAGES = (0, 1, 2, 3)
 REMATS = ("none", "full")
 OFFLOADS = (None, "optimizer", "optimizer+params")
 MOST_MICROBATCHES = 64
+EMPTY: Mapping[str, P] = MappingProxyType({})
+
+
+def named(rules: Mapping[str, P] | None) -> set[str]:
+    """The axes that rules of `shard` name."""
+    return {axis for dims in (rules or {}).values() for axis in dims.axes}
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,10 @@ class Candidate:
     remat: Any
     offload: Any
 
-    def spec(self, base: Spec) -> Spec:
-        """The spec with these values."""
-        return replace(base, **{**self.fields, "mesh": dict(self.mesh)})
+    def spec(self, base: Spec, rules: Mapping[str, P] = EMPTY) -> Spec:
+        """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
+        used = {"shard": rules} if named(rules) & {name for name, _ in self.mesh} else {}
+        return replace(base, **{**self.fields, "mesh": dict(self.mesh), **used})
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -58,21 +67,28 @@ class Candidate:
 
 def default(spec: Spec, world_size: int) -> Candidate:
     """What the spec means without a planner."""
-    named = sorted({axis for dims in (spec.shard or {}).values() for axis in dims.axes})
-    auto = (("dp", world_size), *((axis, 1) for axis in named))
+    auto = (("dp", world_size), *((axis, 1) for axis in sorted(named(spec.shard))))
     mesh = auto if spec.mesh == AUTO else mesh_of(spec, world_size).axes
     return Candidate(mesh, spec.zero, spec.microbatches, spec.remat, spec.offload)
 
 
 def candidates(
-    spec: Spec, given: Collection[str], world_size: int, rows: int, layers: int, machine: Hardware
+    spec: Spec,
+    given: Collection[str],
+    world_size: int,
+    rows: int,
+    layers: int,
+    machine: Hardware,
+    rules: Mapping[str, P] = EMPTY,
 ) -> Iterator[Candidate]:
     """All candidates. given: the fields that are pinned. rows: of the global batch. layers: the numbered layers of the
-    parameters."""
+    parameters. rules: of `shard`, that were found for a spec without any."""
     open_ = {f.name for f in fields(Candidate)} - {*given}
     offloads = [spec.offload] if "offload" not in open_ else OFFLOADS if machine.host is not None else OFFLOADS[:1]
     remats = REMATS if "remat" in open_ else (spec.remat,)
-    for mesh in meshes(spec, world_size, layers, machine) if "mesh" in open_ else [mesh_of(spec, world_size).axes]:
+    for mesh in (
+        meshes(spec, world_size, layers, machine, rules) if "mesh" in open_ else [mesh_of(spec, world_size).axes]
+    ):
         for zero in stages(mesh) if "zero" in open_ else [spec.zero]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
                 for remat in remats:
@@ -80,14 +96,16 @@ def candidates(
                         yield Candidate(mesh, zero, microbatches, remat, offload)
 
 
-def meshes(spec: Spec, world_size: int, layers: int, machine: Hardware) -> Iterator[tuple[tuple[str, int], ...]]:
+def meshes(
+    spec: Spec, world_size: int, layers: int, machine: Hardware, rules: Mapping[str, P] = EMPTY
+) -> Iterator[tuple[tuple[str, int], ...]]:
     """The meshes of a world: an axis that rules of `shard` name is at most as long as the innermost level is wide; `pp`
     at most as long as there are layers; all other ranks split the batch, over two axes where they span two levels."""
-    named = sorted({axis for dims in (spec.shard or {}).values() for axis in dims.axes})
+    axes = sorted(named(spec.shard) or named(rules))
     node = machine.levels[0].size if machine.levels else 1
-    widths = [n for n in _divisors(world_size) if n <= node] if len(named) == 1 else [1]
+    widths = [n for n in _divisors(world_size) if n <= node] if len(axes) == 1 else [1]
     for width in widths:
-        inner = ((named[0], width),) if named else ()
+        inner = ((axes[0], width),) if axes and (spec.shard or width > 1) else ()
         for roles in _divisors(world_size // width):
             if roles > max(layers, 1):
                 continue

@@ -14,13 +14,14 @@ from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
-from fzero.planner.candidates import Candidate, default
+from fzero.planner.candidates import Candidate, default, named
 from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import lowered_of, step_seconds
 from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
+from fzero.planner.tensor_rules import tensor_rules
 from fzero.spec import Spec
 
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
@@ -41,13 +42,14 @@ def plan(
 
     Open are the fields `mesh`, `zero`, `microbatches`, `remat` and `offload` that were not given to the Spec, and
     `prefetch`, `bucket_bytes`, `reduce` and `update_on` where they are None. A field that was given is pinned, also
-    where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names.
+    where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names. A spec
+    without `shard` gets rules over an axis `tp` where they save time (`fzero.planner.tensor_rules`).
 
-    params_like: as in `fzero.lower`. batch_like: the *global* batch, whose tensors have the rows of all ranks along dim
-    0. hardware: a preset's name, a TOML file or a `Hardware`. memory: bytes a rank may use of its device; None:
-    `Spec(device_bytes=)`, else what the hardware has less its headroom. most: how many candidates
-    are lowered, about; None: ten, or more of small programs. phase: of a spec with `fzero.Phases`, whose programs are
-    compared; "" for the first.
+    spec: fields that it leaves out are open. params_like: as in `fzero.lower`. batch_like: the *global* batch, whose
+    tensors have the rows of all ranks along dim 0. world_size: the ranks. hardware: a preset's name, a TOML file or a
+    `Hardware`. memory: bytes a rank may use of its device; None: `Spec(device_bytes=)`, else what the hardware has less
+    its headroom. most: how many candidates are lowered, about; None: ten, or more of small programs. phase: of a spec
+    with `fzero.Phases`, whose programs are compared; "" for the first.
 
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 
@@ -59,6 +61,7 @@ def plan(
     (1, {'dp': 8}, True)
     """
     problem = problem_of(spec.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
+    problem = replace(problem, rules=tensor_rules(problem))
     sketch = sketched(problem)
     found = search(problem, sketch, most)
     best = found.best()
@@ -70,6 +73,8 @@ def plan(
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
     open_ = [f.name for f in fields(Candidate) if f.name not in problem.given]
     choices = {name: _reason(name, best, table, found) for name in open_}
+    if named(problem.rules.shard) & dict(best.candidate.mesh).keys():
+        choices["shard"] = Choice(problem.rules.shard, "found by what a rank's part of the forward would take", CHOSEN)
     concrete, lowered, rest = _concrete(problem, best.candidate, found)
     seconds = step_seconds(lowered, problem.machine)
     if spec.phases is not None:
@@ -90,7 +95,7 @@ def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lo
         rest["update_on"] = role.update_on
     rest = {name: choice for name, choice in rest.items() if getattr(problem.spec, name) is None}
     values = {name: choice.value for name, choice in rest.items()}
-    base = replace(one.spec(problem.spec), **values, device_bytes=problem.spec.device_bytes)
+    base = replace(one.spec(problem.spec, problem.rules.shard), **values, device_bytes=problem.spec.device_bytes)
     depths: set[int | None] = {None}
     if "prefetch" in values:
         depths = {decided.roles[number].prefetch.value for number in decided.roles}

@@ -68,7 +68,7 @@ class Planned:
         return self.lowered.memory.peak
 
     def python(self) -> str:
-        """The chosen fields as Python to paste, pin and diff.
+        """The chosen fields as Python to paste, pin and diff. Rules of `shard` need `fzero.P` and `fzero.groups`.
 
         >>> import torch, fzero
         >>> spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))

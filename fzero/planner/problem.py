@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,27 @@ from fzero.hardware import Hardware, load
 from fzero.plan.parallelism import AUTO
 from fzero.plan.pipeline_cut import layer_of
 from fzero.planner.equal_layers import Layers, layers_of
+from fzero.shard.partition import P
 from fzero.spec import Spec
+
+
+@dataclass(frozen=True)
+class TensorRules:
+    """Rules of `shard`, and the bytes that they send in the forward of a row, all layers together: an all-reduce counts
+    its buffer twice."""
+
+    shard: Mapping[str, P]
+    bytes_a_row: float = 0.0
+
+
+NO_RULES = TensorRules({})
 
 
 @dataclass(frozen=True)
 class Problem:
     """given: the fields of the spec that are pinned. batch_of: the batch of a number of rows, on meta. rows: of the
     global one. layers: the numbered layers of the parameters. equal: those that are equal. budget: bytes that a rank
-    may use of its device."""
+    may use of its device. rules: of tensor parallelism, where the spec has none."""
 
     spec: Spec
     given: frozenset[str]
@@ -35,6 +48,7 @@ class Problem:
     world_size: int
     machine: Hardware
     budget: int
+    rules: TensorRules = NO_RULES
 
 
 def problem_of(

@@ -11,6 +11,7 @@ from fzero.compile.decide.budgets import SMALL_TILE
 from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
 from fzero.compile.decide.update_place import cheaper_place
 from fzero.compile.lowered import Lowered
+from fzero.cost.bucket_costs import LARGE_BUCKETS, bucket_costs
 from fzero.cost.step_time import roles_time
 from fzero.errors import SpecError
 from fzero.hardware import Hardware
@@ -19,6 +20,8 @@ from fzero.ir.mesh import Mesh
 from fzero.ir.records import HOST
 from fzero.planner.problem import Problem
 from fzero.spec import Spec
+
+LATENCY_SHARE = 0.1  # of a bucket's time that may be latency: a machine's file says no hop to the last microsecond
 
 
 def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None) -> Lowered:
@@ -41,10 +44,11 @@ def host_bytes(lowered: Lowered) -> int:
 
 def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
     """The functions that decide, by the machine's figures in place of those measured here."""
-    rates = machine.rates(mesh)
+    rates, axis = machine.rates(mesh), mesh.data_axes
+    costs = bucket_costs(rates, axis, mesh.size(axis), LARGE_BUCKETS) if mesh.data_ranks > 1 else {}
     return replace(
         DECIDERS,
-        bucket_bytes=lambda _: bucket_bytes({}),
+        bucket_bytes=lambda _: bucket_bytes(costs, LATENCY_SHARE),
         prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
         update_on=lambda program, _: cheaper_place(program, rates),
     )

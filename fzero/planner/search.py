@@ -80,7 +80,7 @@ class Search:
 
     def _lowered(self, one: Candidate, budget: int | None, deciders: Deciders | None = None) -> Row:
         of, mesh = self.problem, one.ranks
-        spec = replace(one.spec(of.spec), device_bytes=budget)
+        spec = replace(one.spec(of.spec, of.rules.shard), device_bytes=budget)
         lowered = lowered_of(of, spec, mesh, deciders or by_rates(of.machine, mesh))
         self.programs[one] = lowered
         if budget is not None:
@@ -89,7 +89,7 @@ class Search:
 
     def _probed(self, one: Candidate) -> Row | None:
         of, mesh = self.problem, one.ranks
-        spec = replace(one.spec(of.spec), device_bytes=None)
+        spec = replace(one.spec(of.spec, of.rules.shard), device_bytes=None)
         found = probed(of, spec, mesh, by_rates(of.machine, mesh))
         if found is not None and of.budget < found.peak <= of.budget * SLACK:
             tighter = probed(of, spec, mesh, sparing(of.machine, mesh))
@@ -102,8 +102,8 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     again. What was lowered corrects the sketch of what was not. If there are no more than `most`, all are lowered.
     most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
-    found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine)
-    done = Search(of, {one: sketch.estimate(one, of.rows, of.machine) for one in found})
+    found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard)
+    done = Search(of, {one: sketch.estimate(one, of.rows, of.machine, of.rules.bytes_a_row) for one in found})
     done.row(default(of.spec, of.world_size))
     if len(done.estimates) <= most:
         for each in done.estimates:

@@ -23,6 +23,7 @@ from fzero.planner.deep import takes
 from fzero.planner.probes import Foretold
 from fzero.planner.problem import Problem
 
+TENSOR = "tp"  # the axis of rules that were found
 SAVER = 0.002  # of two that are alike, the one with fewer means to save memory
 
 
@@ -43,13 +44,15 @@ class Sketch:
     wire: float
     ops: int
 
-    def estimate(self, one: Candidate, rows: int, machine: Hardware) -> tuple[float, int]:
-        """(seconds of a step, bytes of the device) of a candidate for a global batch of so many rows."""
+    def estimate(self, one: Candidate, rows: int, machine: Hardware, tensor_bytes: float = 0.0) -> tuple[float, int]:
+        """(seconds of a step, bytes of the device) of a candidate for a global batch of so many rows.
+        tensor_bytes: that tensor parallelism sends in the forward of a row."""
         sizes = dict(one.mesh)
         data, parts, roles = math.prod(sizes.get(axis, 1) for axis in DATA), sharded(sizes), sizes.get(PIPELINE, 1)
         own = rows / data / one.microbatches
         remat = self._like(one.remat)
         computing = self.seconds[remat] * self._share(own) / parts * (one.microbatches + roles - 1)
+        computing += self._tensor(one, rows / data * tensor_bytes / roles, machine)
         stage = one.zero if isinstance(one.zero, int) else 3
         inner = sizes["dp"] if one.zero == "hsdp" else data
         update = self.update / parts / (inner if stage else 1)
@@ -89,6 +92,13 @@ class Sketch:
         gathers = {0: 1, 1: 1, 2: 1, 3: 2 * one.microbatches}[stage]
         gather = rates.transfer("all_gather", int(whole * self.wire), axes, n)
         return gathers * gather + rates.transfer("reduce_scatter", int(whole), axes, n)
+
+    def _tensor(self, one: Candidate, nbytes: float, machine: Hardware) -> float:
+        """The seconds of what tensor parallelism sends in the forward and the backward of a step."""
+        width = dict(one.mesh).get(TENSOR, 1)
+        if width == 1 or not nbytes:
+            return 0.0
+        return 2 * machine.rates(one.ranks).transfer("all_gather", int(nbytes), TENSOR, width)
 
     def _moves(self, one: Candidate, shards: int, parts: int, machine: Hardware) -> float:
         host, homes = machine.host, str(one.offload or "")

@@ -36,6 +36,8 @@ log = logging.getLogger("fzero")
 def profile(state: State, batch: Any, folder: str | Path = "runs/profile") -> State:
     """`fzero.step(state, batch)`, watched: the same bits, the same donation, the same checks, and three files per rank.
 
+    state, batch: as in `fzero.step`. folder: where the files go, of a name for each rank.
+
     `rank<k>.html` is a page to read, `rank<k>.trace.json` a trace for ui.perfetto.dev, `rank<k>.json` the numbers (see
     docs/profile.md). Every rank must call it, each with a folder it can write. Do not profile the first step: it also
     touches its memory for the first time. Watching costs about a microsecond per op, which counts in no op's time.

@@ -24,9 +24,10 @@ def uniform(
 ) -> torch.Tensor:
     """Numbers spread evenly over [low, high), of this shape and dtype, on the key's device.
 
-    `dtype` is float32 (24 random bits), float64 (53), bfloat16 or float16. The bounds are rounded to it first; `high`
-    itself never comes. Raises TypeError for another dtype or a bound that is a tensor. Raises ValueError if the rounded
-    bounds are equal, swapped or not finite. Raises TypeError or ValueError for a wrong key or shape.
+    key: of the draw. shape: of the result. low, high: numbers. dtype: float32 (24 random bits), float64 (53), bfloat16
+    or float16. The bounds are rounded to it first; `high` itself never comes. Raises TypeError for another dtype or a
+    bound that is a tensor. Raises ValueError if the rounded bounds are equal, swapped or not finite. Raises TypeError
+    or ValueError for a wrong key or shape.
 
     >>> from fzero.random import key
     >>> x = uniform(key(0), (2, 3), low=-1, high=1)
@@ -48,7 +49,8 @@ def uniform(
 def normal(key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Standard normal numbers of this shape and dtype (float32, float64, bfloat16 or float16), on the key's device.
 
-    Raises TypeError for another dtype, and TypeError or ValueError for a wrong key or shape.
+    key: of the draw. shape, dtype: of the result. Raises TypeError for another dtype, and TypeError or ValueError for a
+    wrong key or shape.
 
     >>> from fzero.random import key, split
     >>> weights = 0.02 * normal(key(0), (4, 3), torch.bfloat16)
@@ -66,9 +68,9 @@ def normal(key: torch.Tensor, shape: int | Sequence[int] = (), dtype: torch.dtyp
 def bernoulli(key: torch.Tensor, p: float | torch.Tensor, shape: int | Sequence[int] = ()) -> torch.Tensor:
     """True with probability `p`: a bool tensor of this shape, on the key's device. It is `uniform(key, shape) < p`.
 
-    `p` is a Python number in [0, 1] (0 is never, 1 always), or a floating tensor of probabilities that broadcasts with
-    `shape`. The values of the tensor are not checked. Probabilities are kept to 2**-24. Raises TypeError or ValueError
-    for another `p`, a wrong key or shape.
+    key: of the draw. shape: of the result. p: a Python number in [0, 1] (0 is never, 1 always), or a floating tensor of
+    probabilities that broadcasts with `shape`. The values of the tensor are not checked. Probabilities are kept to
+    2**-24. Raises TypeError or ValueError for another `p`, a wrong key or shape.
 
     >>> from fzero.random import key
     >>> bernoulli(key(0), 0.5, 4)
@@ -93,9 +95,10 @@ def bernoulli(key: torch.Tensor, p: float | torch.Tensor, shape: int | Sequence[
 def dropout(key: torch.Tensor, x: torch.Tensor, p: float = 0.5) -> torch.Tensor:
     """`x / (1 - p)` with each element zeroed with probability `p`; of x's shape and dtype, and differentiable in x.
 
-    `p` is a Python number in [0, 1]: 0 gives `x` itself, 1 gives zeros. The mask is `bernoulli(key, 1 - p, x.shape)`,
-    so it does not depend on x's dtype. Under `torch.vmap` over x alone every example has the same mask. To give each
-    its own, map over `split(key, n)` too. Raises TypeError or ValueError for another p, x or key.
+    key: of the draw. x: any shape, floating. p: a Python number in [0, 1]: 0 gives `x` itself, 1 gives zeros. The mask
+    is `bernoulli(key, 1 - p, x.shape)`, so it does not depend on x's dtype. Under `torch.vmap` over x alone every
+    example has the same mask. To give each its own, map over `split(key, n)` too. Raises TypeError or ValueError for
+    another p, x or key.
 
     >>> from fzero.random import key, split
     >>> dropout(key(0), torch.ones(4, dtype=torch.bfloat16), 0.5)
@@ -118,9 +121,9 @@ def dropout(key: torch.Tensor, x: torch.Tensor, p: float = 0.5) -> torch.Tensor:
 def randint(key: torch.Tensor, low: int, high: int, shape: int | Sequence[int] = ()) -> torch.Tensor:
     """Integers of [low, high), an int64 tensor of this shape on the key's device; the same on every backend.
 
-    `low` and `high` are Python ints, -2**63 <= low < high <= 2**63, at most 2**62 apart; no value is likelier than
-    another by more than (high - low) / 2**63 of its share. Raises TypeError or ValueError for other bounds, a wrong key
-    or shape.
+    key: of the draw. shape: of the result. low, high: Python ints, -2**63 <= low < high <= 2**63, at most 2**62 apart;
+    no value is likelier than another by more than (high - low) / 2**63 of its share. Raises TypeError or ValueError for
+    other bounds, a wrong key or shape.
 
     >>> from fzero.random import key
     >>> randint(key(0), 0, 10, 5)
@@ -135,8 +138,9 @@ def randint(key: torch.Tensor, low: int, high: int, shape: int | Sequence[int] =
 def permutation(key: torch.Tensor, x: int | torch.Tensor) -> torch.Tensor:
     """The numbers 0 to x - 1 in random order, int64 of shape (x,) on the key's device; the same on every backend.
 
-    Given a tensor (n, ...), its rows in that order instead: `x[permutation(key, n)]`, differentiable in x. Raises
-    TypeError or ValueError for a negative number, a 0-d tensor, or a wrong key.
+    key: of the draw. x: a number or a tensor. Given a tensor (n, ...), its rows in that order instead:
+    `x[permutation(key, n)]`, differentiable in x. Raises TypeError or ValueError for a negative number, a 0-d tensor,
+    or a wrong key.
 
     >>> from fzero.random import key
     >>> permutation(key(0), 5)
@@ -162,8 +166,9 @@ def permutation(key: torch.Tensor, x: int | torch.Tensor) -> torch.Tensor:
 def categorical(key: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Classes drawn with probabilities `softmax(logits, -1)`: logits (..., n), floating, to int64 of shape (...).
 
-    A class of logit -inf never comes. For several draws of each row write `logits.expand(num, *logits.shape)`. Raises
-    TypeError or ValueError for logits that are not floating or have no classes, or a wrong key.
+    key: of the draw. logits: (..., n). A class of logit -inf never comes. For several draws of each row write
+    `logits.expand(num, *logits.shape)`. Raises TypeError or ValueError for logits that are not floating or have no
+    classes, or a wrong key.
 
     >>> from fzero.random import key
     >>> categorical(key(0), torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]]))

@@ -11,7 +11,7 @@ from fzero.random._key_rules import is_key as is_key
 def key(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """The key of a seed, an int64 tensor of shape (2,) on `device`. Different seeds are different keys.
 
-    `seed` is a Python int in [0, 2**128); anything else raises TypeError or ValueError.
+    device: of the key. seed: a Python int in [0, 2**128); anything else raises TypeError or ValueError.
 
     >>> key(0)
     tensor([0, 0])
@@ -35,7 +35,8 @@ def key(seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
 def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
     """`num` independent keys as an int64 tensor of shape (num, 2), on the key's device.
 
-    Child i does not depend on `num`. Raises TypeError or ValueError for a wrong key, or `num` below 1.
+    key: int64 (2,). num: how many, at least 1. Child i does not depend on `num`. Raises TypeError or ValueError for a
+    wrong key, or `num` below 1.
 
     >>> first, second = split(key(0))
     >>> torch.equal(split(key(0), 5)[0], first), torch.equal(first, second)
@@ -55,8 +56,9 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
     """The key for use number `data`, an int64 tensor of shape (2,): `fold_in(key, step)`, `fold_in(key, layer)`.
 
-    `data` is a Python int in [-2**63, 2**63) or a 0-d integer tensor on the key's device, which may be traced or mapped
-    over; equal values give equal keys. Raises TypeError for a float or bool, ValueError for another shape or device.
+    key: int64 (2,). data: a Python int in [-2**63, 2**63) or a 0-d integer tensor on the key's device, which may be
+    traced or mapped over; equal values give equal keys. Raises TypeError for a float or bool, ValueError for another
+    shape or device.
 
     >>> step = torch.tensor(3)
     >>> torch.equal(fold_in(key(0), step), fold_in(key(0), 3)), torch.equal(fold_in(key(0), 0), key(0))

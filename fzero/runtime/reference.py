@@ -41,6 +41,8 @@ def reference(
             results = [_all_reduce([a[0][0] for a in args], node.args[1])] * n
         elif node.target is torch.ops.fzero.coded_mean.default:
             results = _coded_mean([a[0] for a in args])
+        elif node.target is torch.ops.fzero.fed_mean.default:
+            results = _fed_mean([a[0] for a in args])
         elif node.target is torch.ops.fzero.axis_index.default:
             results = [node.target(*a[0]) + rank for rank, a in enumerate(args)]
         else:
@@ -100,6 +102,19 @@ def _coded_mean(calls: Sequence[Sequence[Any]]) -> list[list[torch.Tensor]]:
             own += [lost[rank]] if calls[0][1] else []
         mean = sent
     return [[mean, *own] for own in results]
+
+
+def _fed_mean(calls: Sequence[Sequence[Any]]) -> list[list[torch.Tensor]]:
+    """By rank, the mean or sum of what all ranks send of a gradient, and the new errors."""
+    _, _, name, how, _ = calls[0]
+    values = [x.float() + error for x, error, *_ in calls]
+    if len(calls) == 1:
+        return [[values[0], torch.zeros_like(values[0])]]
+    codec = codec_named(name)
+    flat = [encode(value.reshape(-1), codec) for value in values]
+    backs = [decode(message, values[0].numel(), codec).view(values[0].shape) for message in flat]
+    mean = _all_reduce(backs, how)
+    return [[mean, value - back] for value, back in zip(values, backs, strict=True)]
 
 
 def _all_reduce(parts: Sequence[torch.Tensor], how: str) -> torch.Tensor:

@@ -30,8 +30,9 @@ _DIRECTIONS = ("unidirectional", "bidirectional")
 def sliding_window(seq_len: int, *, window: int, causal: bool = False, block: int | None = None) -> BlockLayout:
     """Each query looks at the tokens near it, exactly, whatever the block.
 
-    window: causal, a query sees itself and the window - 1 tokens before it; else the window // 2 on each side. block:
-    of work; None is the largest of 64, 32 and 16 that divides. Raises SpecError for a length that it does not divide.
+    seq_len: tokens. causal: whether a query sees no later tokens. window: if causal, a query sees itself and the window
+    - 1 tokens before it; else the window // 2 on each side. block: of work; None is the largest of 64, 32 and 16 that
+    divides. Raises SpecError for a length that it does not divide.
 
     >>> print(sliding_window(64, window=20, causal=True, block=16))
     64 tokens in blocks of 16, keys from 19 back to 0 ahead: 9 of 16 blocks
@@ -51,6 +52,8 @@ def sliding_window(seq_len: int, *, window: int, causal: bool = False, block: in
 def block_for(seq_len: int) -> int:
     """The largest of the blocks 64, 32 and 16 that divides a length: on the CPU the fastest from 512 tokens on.
 
+    seq_len: tokens.
+
     >>> block_for(512), block_for(4096 + 32)
     (64, 32)
     """
@@ -61,13 +64,19 @@ def block_for(seq_len: int) -> int:
 
 
 def dense(num_heads: int, seq_len: int, *, block: int = 16) -> BlockLayout:
-    """Every block looks at every block."""
+    """Every block looks at every block.
+
+    num_heads: of the table; 1 serves all heads. seq_len: tokens, a multiple of the block. block: tokens of a block.
+    """
     _blocks("dense", seq_len, block)
     return BlockLayout(seq_len, block)
 
 
 def from_mask(mask: Tensor, *, block: int = 16) -> BlockLayout:
-    """The blocks of a bool mask (heads, tokens, tokens) that hold a True, each with all of its tokens."""
+    """The blocks of a bool mask (heads, tokens, tokens) that hold a True, each with all of its tokens.
+
+    mask: bool. block: tokens of a block.
+    """
     if mask.dtype != torch.bool or mask.ndim != 3 or mask.shape[1] != mask.shape[2]:
         raise SpecError(
             f"from_mask: given {mask.dtype} of shape {tuple(mask.shape)}; needed bool (heads, tokens, tokens)"
@@ -79,6 +88,7 @@ def from_mask(mask: Tensor, *, block: int = 16) -> BlockLayout:
 def from_columns(columns: Tensor, *, block: int = 16, causal: bool = False) -> BlockLayout:
     """The blocks that a computation has chosen, as a learned attention does; it may run within a step.
 
+    block: tokens of a block. causal: whether a query sees only itself and what is before it.
     columns: int (1 or batch, 1 or heads, rows, width), the key blocks of each row in any order, each once; -1 is none.
     """
     if columns.ndim != 4 or columns.dtype.is_floating_point or columns.dtype is torch.bool:
@@ -100,7 +110,12 @@ def longformer(
     global_block_end_indices: Sequence[int] | None = None,
     attention: str = "bidirectional",
 ) -> BlockLayout:
-    """A window around the diagonal, and blocks that look at all and that all look at."""
+    """A window around the diagonal, and blocks that look at all and that all look at.
+
+    num_heads: of the table; 1 serves all heads. seq_len: tokens, a multiple of the block. block: tokens of a block.
+    num_sliding_window_blocks: of a row. global_block_indices, global_block_end_indices: the global blocks, each alone
+    or up to its end. attention: "bidirectional" or "unidirectional".
+    """
     n = _blocks("longformer", seq_len, block)
     _direction("longformer", attention)
     out = _window("longformer", n, num_sliding_window_blocks)
@@ -122,7 +137,13 @@ def fixed(
     num_different_global_patterns: int = 1,
     different_layout_per_head: bool = False,
 ) -> BlockLayout:
-    """Windows side by side, whose last blocks (or, head by head, those before) all others look at too."""
+    """Windows side by side, whose last blocks (or, head by head, those before) all others look at too.
+
+    num_heads: of the table; 1 serves all heads. seq_len: tokens, a multiple of the block. block: tokens of a block.
+    num_local_blocks: of a window. num_global_blocks: of a window that all look at. attention: "bidirectional" or
+    "unidirectional". horizontal_global_attention: whether global blocks look at all. num_different_global_patterns:
+    how many choices of these blocks the heads take in turn. different_layout_per_head: whether heads differ at all.
+    """
     n = _blocks("fixed", seq_len, block)
     _direction("fixed", attention)
     if num_global_blocks < 1 or num_local_blocks % num_global_blocks:
@@ -168,6 +189,11 @@ def variable(
 ) -> BlockLayout:
     """Windows of several sizes side by side (the last one repeats), blocks that all look at, and random blocks.
 
+    num_heads: of the table; 1 serves all heads. seq_len: tokens, a multiple of the block. block: tokens of a block.
+    num_random_blocks: of a row. local_window_blocks: the sizes of the windows. global_block_indices,
+    global_block_end_indices: the blocks that all look at, each alone or up to its end. attention: "bidirectional" or
+    "unidirectional". horizontal_global_attention: whether global blocks look at all. different_layout_per_head: whether
+    each head has its own random blocks.
     key: of `fzero.random`, for the random blocks. random_blocks: these, given: int (1 or heads, rows, number of them).
     """
     n = _blocks("variable", seq_len, block)
@@ -207,6 +233,9 @@ def bigbird(
 ) -> BlockLayout:
     """A window, the first blocks (they look at all, and all look at them), and random blocks.
 
+    num_heads: of the table; 1 serves all heads. seq_len: tokens, a multiple of the block. block: tokens of a block.
+    num_random_blocks, num_sliding_window_blocks, num_global_blocks: of a row. attention: "bidirectional" or
+    "unidirectional". different_layout_per_head: whether each head has its own random blocks.
     key: of `fzero.random`, for the random blocks. random_blocks: these, given: int (1 or heads, rows, number of them).
 
     >>> layout = bigbird(4, 1024, key=random.key(0))

@@ -36,8 +36,9 @@ def from_deepspeed(
 ) -> BlockLayout:
     """The layout that the block `sparse_attention` of a DeepSpeed configuration means, with DeepSpeed's defaults.
 
-    key: of `fzero.random`, for random blocks, which DeepSpeed draws from Python's generator. Raises SpecError for a
-    mode or key that DeepSpeed does not read, and for what its layouts refuse.
+    config: the block, as a dict. num_heads, seq_len: of the table, and tokens. key: of `fzero.random`, for random
+    blocks, which DeepSpeed draws from Python's generator. Raises SpecError for a mode or key that DeepSpeed does not
+    read, and for what its layouts refuse.
 
     >>> print(from_deepspeed({"mode": "fixed", "block": 16, "num_local_blocks": 2}, num_heads=1, seq_len=64))
     64 tokens in blocks of 16: 12 of 16 blocks

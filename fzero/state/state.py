@@ -254,7 +254,8 @@ class State:
 def unshard(sharded: Any) -> Any:
     """The pytree with every `ShardedTensor` as a full tensor, on every rank. Collective: all ranks call it.
 
-    Leaves of one bucket travel together. At any time a rank holds one bucket and the result. Other leaves pass through.
+    sharded: such as `state.params`. Leaves of one bucket travel together. At any time a rank holds one bucket and the
+    result. Other leaves pass through.
     """
     _, leaves, treedef = tree.flatten(sharded)
     if any(isinstance(leaf, State) for leaf in leaves):

@@ -16,15 +16,16 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Graph, Region
-from fzero.capture.step_ops import CodedCall
+from fzero.capture.step_ops import CodedCall, FedCall
 from fzero.ir import coded_mean as kernel
 from fzero.ir import fx_nodes
-from fzero.ir.code_ops import CodeOps
+from fzero.ir.code_ops import OPS, CodeOps
+from fzero.ir.fed_mean import owed
 from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
 from fzero.ir.recorder import record
 from fzero.ir.records import SlotKey
-from fzero.kernels.codecs import codec_named, message_bytes
+from fzero.kernels.codecs import FED, codec_named, message_bytes
 from fzero.plan.state_plan import Plan
 from fzero.plan.wires import Wire
 from fzero.verify.terms import (
@@ -85,6 +86,8 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, program: Program) -> st
                 values[node] = reduced(values[source], how, axis, n, n if how == "mean" else 1)
         elif node.target is torch.ops.fzero.coded_mean.default:
             _coded_terms(plan, node, values)
+        elif node.target is torch.ops.fzero.fed_mean.default:
+            continue  # with the region whose gradient it is
         elif node.target is torch.ops.fzero.axis_index.default:
             values[node] = term("input", f"rank:{node.args[0]}", None)
         elif node not in values:
@@ -129,6 +132,8 @@ def _region_terms(
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
                     wire = plan.bucket_layouts[places[index][0]].wire
+                    if wire is not None and wire.name in FED:
+                        wire = None  # of another phase, whose gradients are coded
                     coders = wire if isinstance(wire, CodeOps) else _coders(wire, region, index)
                     inner, *outer = _travelled(plan, axis, divisor, coders)
                     value = _sum([inner(p) for p in parts]) if reduce == "each" else inner(_sum(parts))
@@ -136,8 +141,21 @@ def _region_terms(
                         value = over(value)
                     values[user] = value
                 folded.add(user)
+            elif user.target is torch.ops.fzero.fed_mean.default:
+                _fed_terms(plan, user, _sum(parts), 1 if summed else k, values)
         values[pick] = _sum(parts) if summed else reduced(_sum(parts), "sum", "", 1, k)
     return folded
+
+
+def _fed_terms(plan: Plan, node: fx.Node, gradient: Any, parts: int, values: dict[fx.Node, Any]) -> None:
+    """Sets the values of the results of a gradient's reduction in codes that feed back what they lose."""
+    call = FedCall.of(node)
+    likes, n = [a.meta["val"] for a in (call.x, call.error)], plan.mesh.size(call.axis)
+    code = partial(owed, codec=call.codec, parts=parts, ranks=n)
+    lost, mean = _computed(code, [gradient, values[call.error]], likes)
+    (over,) = _travelled(plan, call.axis, n * parts if call.op == "mean" else 1, OPS[call.codec])
+    for pick in node.users:
+        values[pick] = lost if pick.args[1] else over(mean)
 
 
 def _coded_terms(plan: Plan, node: fx.Node, values: dict[fx.Node, Any]) -> None:

@@ -38,8 +38,9 @@ Rule = Callable[[Program], Iterator[Fault]]
 def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | None = None) -> None:
     """Raises VerifyError for the first rule that a program, or the ranks' programs together, break.
 
-    `programs` is one program for every rank, or `{rank: program}`; of a pipeline, at least one rank of each role
-    (`lowered.roles`), for the meaning is that of all roles together. `budget_bytes` bounds the planned peak per rank.
+    programs: one program for every rank, or `{rank: program}`; of a pipeline, at least one rank of each role
+    (`lowered.roles`), because the meaning is that of all roles together. budget_bytes: bounds the planned peak of a
+    rank.
     """
     progress.now("verifying it")
     by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
@@ -151,8 +152,10 @@ def reduced_once(program: Program) -> Iterator[Fault]:
             total = op.writes[0].name
             into.update({ref.name: total for ref in op.reads if ref.name != total})
         elif op.is_run:
+            sources = {ref.name for ref in op.reads if program.buffers[ref.name].kind == "grad"}
             for ref in op.writes:
                 if program.buffers[ref.name].kind == "grad" and ref not in op.reads:  # else it is added to
+                    into.update(dict.fromkeys(sources - {ref.name}, ref.name))
                     key = (ref.name, ref.start, ref.stop)
                     wrote[key] += 1
                     if wrote[key] > 1:

@@ -48,7 +48,7 @@ def _message(p: Program, ref: Ref) -> bool:
     return p.buffers[ref.name].per != 1
 
 
-def _changed(p: Program, index: int, change: Callable[[fx.Graph], bool]) -> Program | None:
+def changed(p: Program, index: int, change: Callable[[fx.Graph], bool]) -> Program | None:
     """The program with a change in the graph of an op's segment."""
     graph = segments.copied(p.segments[p.ops[index].segment].graph)
     if not change(graph):
@@ -65,7 +65,7 @@ def _in_one(
     index = pick(rng, _ops(p, table))
     if index is None:
         return None
-    return _changed(p, index, lambda graph: change(rng.choice([n for n in graph.nodes if n.target in table])))
+    return changed(p, index, lambda graph: change(rng.choice([n for n in graph.nodes if n.target in table])))
 
 
 def another_codec(rng: random.Random, p: Program) -> Program | None:

@@ -98,10 +98,11 @@ def draw(rng: random.Random, number: int) -> Case:
 
 
 def _flat(
-    rng: random.Random, name: str, generator: torch.Generator, given: Mapping[str, Any], world: int, *, shared: bool
-) -> Case:
+    rng: random.Random, name: str, generator: torch.Generator, given: Mapping[str, Any], world: int, *, shared: bool,
+    optimizers: Sequence[str] = tuple(OPTIMIZERS),
+) -> Case:  # fmt: skip
     """A model without a pipeline, on a world of this size. `given` are fields of `Spec` that are not drawn."""
-    model, tx = MODELS[name], rng.choice(list(OPTIMIZERS))
+    model, tx = MODELS[name], rng.choice(optimizers)
     placed = {"microbatches": rng.choice((1, 2, 3)), **_placed(rng, model.part, shared), **given}
     if model.loss is not None and rng.random() < 0.5:
         placed["clip_norm"] = 0.5
@@ -135,6 +136,10 @@ def coded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Ca
     )
     given: dict[str, Any] = {"precision": policy}
     world = rng.choice((2, 2, 3, 4))
+    if rng.random() < 0.34:
+        given = {"precision": replace(policy, reduce="sign"), "reduce": None}
+        name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
+        return _flat(rng, name, generator, given, world, shared=shared, optimizers=("sgd", "momentum"))
     if rng.random() < 0.34:
         given |= {"mesh": {"dp_out": 2, "dp": 2}, "zero": rng.choice((0, 1, 2, 3, "hpz"))}
         world = 4

@@ -7,7 +7,7 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from lab.mutate import axes, coded, hierarchy, moves, records, roles, room, timing, values, windows, within
+from lab.mutate import axes, coded, feedback, hierarchy, moves, records, roles, room, timing, values, windows, within
 from lab.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -109,6 +109,12 @@ CODED: dict[str, Mutation] = {
     "exact for a message": on(coded.exact_instead),
     "own message alone": on(coded.own_part_alone),
     "another codec on one rank": on(coded.another_codec, alone=True),
+    "an error not added": on(feedback.not_added),
+    "an error added twice": on(feedback.added_twice),
+    "an error never written": on(feedback.never_written),
+    "an error of another leaf": on(feedback.of_another_leaf),
+    "an error of another code": on(feedback.of_another_code),
+    "all kept as an error": on(feedback.kept_whole),
     "another divisor on one rank": on(coded.another_divisor, alone=True),
 }
 

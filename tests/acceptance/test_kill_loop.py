@@ -26,6 +26,17 @@ def test_fifty_kills_change_no_bit(seed: int, tmp_path: Path) -> None:
     assert counts["late"] == 0, "a survivor did not end when it was told to"
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("form", ["onebit", "sign"])
+def test_fifty_kills_on_both_sides_of_a_switch_change_no_bit(form: str, tmp_path: Path) -> None:
+    """What codes have lost on each rank is in the checkpoints, and a resume lands in the right phase."""
+    counts = kill_loop(tmp_path, kills=50, steps=120, seed=5, form=form)
+    print(dict(counts))
+    assert counts["kills"] == 50
+    assert min(counts["starting"], counts["stepping"], counts["saving"]) > 0, "some phase was never hit"
+    assert counts["late"] == 0, "a survivor did not end when it was told to"
+
+
 @pytest.mark.timeout(600)
 def test_fifty_kills_of_offloaded_training_change_no_bit_and_leave_no_file(folder: Path) -> None:
     """All of the state lies on disk. The bits are those of a run without offload."""

@@ -31,6 +31,7 @@ from fzero.verify.rules import verify
 
 aten = torch.ops.aten
 ONEDNN = {*FORMS.values(), *OUT_FORMS.values()}
+WIDENED = {*matmul.WIDENED.values(), *matmul.WIDENED_OUT.values()}
 FAST, SLOW = {"torch": 1.0, "onednn": 2.0}, {"torch": 1.0, "onednn": 1.0}
 
 
@@ -108,13 +109,35 @@ def test_an_op_is_torchs_own_but_for_fp32_rounding(case: tuple[str, list[Tensor]
     assert torch.equal(into, result)
 
 
+@pytest.mark.parametrize("dtype", matmul.NARROW)
+@given(case=operands())
+@settings(max_examples=60, deadline=None)
+def test_a_widened_product_rounds_once(dtype: torch.dtype, case: tuple[str, list[Tensor]]) -> None:
+    """Half a unit in the last place of the exact result, and fp32's own error."""
+    name, wide = case
+    given_ = [x.to(dtype) for x in wide]
+    own, form = getattr(aten, name).default, matmul.WIDENED[getattr(aten, name).default]
+    result, exact = form(*given_), own(*(x.double() for x in given_))
+    usual = own(*(x.float() for x in given_))
+    assert (result.shape, result.stride(), result.dtype) == (usual.shape, usual.stride(), dtype)
+    scale = own(*(x.double().abs() for x in given_))
+    half = 0.5 * torch.finfo(dtype).eps
+    assert ((result - exact).abs() <= half * exact.abs() * (1 + 1e-3) + 1e-6 * scale + 1e-7).all()
+    into = torch.full_like(result, float("nan"))
+    matmul.WIDENED_OUT[getattr(aten, name).out](*given_, out=into)
+    assert torch.equal(into, result)
+
+
+@pytest.mark.parametrize(("forms", "dtype"), [(FORMS, torch.float32), (matmul.WIDENED, torch.bfloat16)])
 @given(case=operands())
 @settings(max_examples=50, deadline=None)
-def test_shapes_and_strides_are_known_without_memory(case: tuple[str, list[Tensor]]) -> None:
-    name, given_ = case
-    real = FORMS[getattr(aten, name).default](*given_)
+def test_shapes_and_strides_are_known_without_memory(
+    forms: dict[Any, Any], dtype: torch.dtype, case: tuple[str, list[Tensor]]
+) -> None:
+    name, given_ = case[0], [x.to(dtype) for x in case[1]]
+    real = forms[getattr(aten, name).default](*given_)
     with FakeTensorMode() as mode:
-        fake = FORMS[getattr(aten, name).default](*(mode.from_tensor(x) for x in given_))
+        fake = forms[getattr(aten, name).default](*(mode.from_tensor(x) for x in given_))
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
@@ -187,7 +210,27 @@ def test_the_account_covers_what_onednn_allocates_at_any_size(
     covers(name, sizes, layouts, form)
 
 
-def covers(name: str, sizes: tuple[int, int, int], layouts: str, form: str) -> None:
+@given(
+    st.sampled_from(matmul.NAMES),
+    st.tuples(st.integers(1, 400), st.integers(1, 2000), st.integers(1, 700)),
+    st.sampled_from(["nn", "nt", "tn"]),
+    st.sampled_from(["default", "out"]),
+)
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+def test_the_account_covers_what_a_widened_product_allocates(
+    name: str, sizes: tuple[int, int, int], layouts: str, form: str
+) -> None:
+    covers(name, sizes, layouts, form, "widened", torch.bfloat16)
+
+
+def covers(
+    name: str,
+    sizes: tuple[int, int, int],
+    layouts: str,
+    form: str,
+    way: str = "onednn",
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """What the kernel takes beside its operands is within what is planned for it, and that is little more."""
     rows, inner, columns = sizes
     batch = (3,) if "bmm" in name else ()
@@ -198,8 +241,8 @@ def covers(name: str, sizes: tuple[int, int, int], layouts: str, form: str) -> N
     ]
     if name.endswith("addmm") or name == "baddbmm":
         given_.insert(0, torch.randn(*batch, rows, columns, generator=generator))
-    out = torch.empty(*batch, rows, columns)
-    target = getattr(getattr(torch.ops.fzero, f"onednn_{name}"), form)
+    given_, out = [x.to(dtype) for x in given_], torch.empty(*batch, rows, columns, dtype=dtype)
+    target = getattr(getattr(torch.ops.fzero, f"{way}_{name}"), form)
     kwargs = {"out": out} if form == "out" else {}
     _, extra = measured_peak(lambda: target(*given_, **kwargs))
     graph = fx.Graph()
@@ -208,9 +251,10 @@ def covers(name: str, sizes: tuple[int, int, int], layouts: str, form: str) -> N
         holder.meta["val"] = value
     node = graph.call_function(target, tuple(holders))
     node.meta["val"] = out
-    result = 0 if kwargs else out.numel() * 4
+    result = 0 if kwargs else out.nbytes
     copied = given_[-2].numel() * 4 if len(given_) > 2 and layouts[0] == "t" else 0
-    assert extra <= result + workspace_bytes(node) <= result + copied + 600_000
+    wide = sum(4 * x.numel() for x in (*given_, out)) if way == "widened" else 0
+    assert extra <= result + workspace_bytes(node) <= result + wide + copied + 600_000
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -327,10 +371,15 @@ def test_rewriting_changes_targets_alone_and_not_its_input() -> None:
     assert aten.addmm.default in {n.target for n in graph_nodes(new)}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_products_in_16_bits_are_left_alone(precision: str) -> None:
-    """The step's own are; what `keep` leaves in fp32 would be asked about."""
-    assert not [question for question in lowered(MODELS["mlp"], precision=precision).choices if "float32" in question]
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_products_in_16_bits_are_computed_in_fp32_where_that_is_faster(precision: str, dtype: str) -> None:
+    force(MODELS["mlp"], {"torch": 1.0, "fp32": 30.0}, precision=precision)
+    found = lowered(MODELS["mlp"], precision=precision)
+    assert WIDENED & set(targets(found.program))
+    assert not {*FORMS, *OUT_FORMS} & set(targets(found.program))
+    asked = [line for question, line in found.choices.items() if dtype in question]
+    assert len(asked) == 8
+    assert all(line.endswith("in fp32 by speed (GFLOP/s: in fp32 30, torch's own 1)") for line in asked)
 
 
 def test_products_in_fp64_and_of_nothing_are_left_alone() -> None:

@@ -23,6 +23,8 @@ from fzero.ir.op import make_op
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Buffer, Ref
 
+KINDS = ("all_gather", "reduce_scatter")
+
 
 def figures(latency: tuple[float, float], wire_bytes: float, *rest: Any) -> Rates:
     """Rates of a gather and of a reduction."""
@@ -47,6 +49,17 @@ def lowered(**options: Any) -> fzero.Lowered:
     params = {"layers": [{"w": torch.empty(128, 128, device="meta")} for _ in range(6)]}
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=3, **options)
     return fzero.lower(spec, params, torch.empty(64, 128), world_size=2)
+
+
+def test_compute_takes_longer_while_a_wire_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every segment takes a second and every transfer a quarter. At a tax of 2, what passes beside costs half of its
+    time; at a tax of 1 nothing."""
+    whole = lowered(prefetch=1).program
+    monkeypatch.setattr(op_price, "_compute", lambda gm, rates: 1.0)
+    plain = Rates(dict.fromkeys(KINDS, 0.25), dict.fromkeys(KINDS, 1e18), 1.0, {}, 1.0)
+    free, taxed = (step_time.step_time(whole, replace(plain, tax=tax)) for tax in (1.0, 2.0))
+    hidden = sum(free.busy.values()) - sum(free.waited.values())
+    assert taxed.seconds - free.seconds == pytest.approx(hidden / 2)
 
 
 def test_a_gather_passes_beside_a_segment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from fzero.hardware import Device, Hardware, NetworkLevel
 from fzero.ir.mesh import Mesh
 
 H100 = hardware.load("h100")
+NVLINK, PORT = (level.bytes * level.efficiency for level in H100.levels[:2])
 
 
 @pytest.mark.parametrize("name", hardware.presets())
@@ -41,26 +42,27 @@ def test_a_machine_written_and_read_is_the_same(name: str, tmp_path: Path) -> No
 
 def test_a_ring_within_a_node_has_the_inner_levels_figures() -> None:
     link = H100.link(range(8))
-    assert link.latency == pytest.approx(10e-6)
+    assert link.latency == pytest.approx(3.4e-6)
     whole = 8e9
-    assert link.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 10e-6 + whole * 7 / 8 / (450e9 * 0.88))
+    assert link.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 3.4e-6 + whole * 7 / 8 / NVLINK)
 
 
 def test_a_ring_across_nodes_uses_a_port_for_each_member_of_a_node() -> None:
     """One member a node has one port; eight members of each carry the ring over eight, at most what NVLink gives."""
     alone, together = H100.link(range(0, 64, 8)), H100.link(range(64))
     whole = 1e9
-    assert alone.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 20e-6 + whole * 7 / 8 / 45e9)
-    rate = min(8 * 45e9, 450e9 * 0.88)
-    assert together.seconds("all_gather", int(whole), 64) == pytest.approx(63 * 20e-6 + whole * 63 / 64 / rate)
+    assert alone.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 9.6e-6 + whole * 7 / 8 / PORT)
+    rate = min(8 * PORT, NVLINK)
+    hops = 56 * 3.4e-6 + 7 * 9.6e-6
+    assert together.seconds("all_gather", int(whole), 64) == pytest.approx(hops + whole * 63 / 64 / rate)
 
 
 def test_the_axes_of_a_mesh_get_the_levels_that_they_cross() -> None:
     rates = H100.rates(Mesh((("pp", 4), ("dp", 8), ("tp", 8))))
-    assert rates.axes["tp"]["all_gather"].wire_bytes == pytest.approx(2 * 450e9 * 0.88)
-    assert rates.axes["dp"]["all_gather"].wire_bytes == pytest.approx(2 * 45e9)
-    assert rates.axes["pp"]["send"].wire_bytes == pytest.approx(45e9)
-    assert rates.transfer("send", 45_000_000, "pp", 2) == pytest.approx(1e-3 + 20e-6)
+    assert rates.axes["tp"]["all_gather"].wire_bytes == pytest.approx(2 * NVLINK)
+    assert rates.axes["dp"]["all_gather"].wire_bytes == pytest.approx(2 * PORT)
+    assert rates.axes["pp"]["send"].wire_bytes == pytest.approx(PORT)
+    assert rates.transfer("send", int(PORT / 1000), "pp", 2) == pytest.approx(1e-3 + 9.6e-6)
 
 
 def test_a_mesh_larger_than_the_machine_is_refused() -> None:

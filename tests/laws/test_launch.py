@@ -23,6 +23,7 @@ LAUNCH = ROOT / "examples" / "launch"
 STANDIN = ROOT / "tests" / "support" / "slurm"
 OUTSIDE = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
 STEPS = ["--steps", "12", "--every", "5"]
+POD = "spec/replicatedJobs/template/spec/template/spec"  # where a JobSet describes its pods
 
 
 def environment(tmp: Path, **more: str) -> dict[str, str]:
@@ -99,6 +100,9 @@ def namespaces() -> Iterator[list[str]]:
     try:
         for name in names:
             ip("netns", "add", name)
+            hosts = Path("/etc/netns") / name / "hosts"  # what /etc/hosts is in it
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text("127.0.0.1 localhost\n10.77.0.1 n0\n10.77.0.2 n1\n")
         ip("link", "add", "va", "netns", names[0], "type", "veth", "peer", "name", "vb", "netns", names[1])
         for name, link, address in zip(names, ("va", "vb"), ("10.77.0.1/24", "10.77.0.2/24"), strict=True):
             ip("-n", name, "addr", "add", address, "dev", link)
@@ -113,6 +117,7 @@ def namespaces() -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 @pytest.mark.acceptance
@@ -133,15 +138,12 @@ def test_two_machines_with_a_link_between_them_end_with_the_same_bits(
     assert digest(printed) == undisturbed
 
 
-@pytest.mark.acceptance
-def test_slurm_stops_at_sigterm_is_queued_again_and_resumes_with_the_same_bits(
-    undisturbed: str, tmp_path: Path
-) -> None:
-    """The batch script with a stand-in for srun and scontrol: two nodes of one rank."""
+def stopped_and_queued_again(undisturbed: str, tmp_path: Path, **more: str) -> None:
+    """The batch script with a stand-in for srun and scontrol, on two nodes of one rank: SIGTERM, requeue, resume."""
     requeued = tmp_path / "requeued"
     env = environment(
         tmp_path, SLURM_JOB_ID="7", SLURM_NNODES="2", SLURM_JOB_NODELIST="n[0-1]", PORT=port(),
-        FZERO_LAUNCH=str(LAUNCH), FZERO_REQUEUED=str(requeued),
+        FZERO_LAUNCH=str(LAUNCH), FZERO_REQUEUED=str(requeued), **more,
     )  # fmt: skip
     run = tmp_path / "run"
     command = ["bash", str(LAUNCH / "slurm.sbatch"), "--folder", str(run), *STEPS]
@@ -159,6 +161,19 @@ def test_slurm_stops_at_sigterm_is_queued_again_and_resumes_with_the_same_bits(
     assert 0 < begun < 12
     assert digest(again) == undisturbed
     assert requeued.read_text() == "7\n", "a job that ended is not queued again"
+
+
+@pytest.mark.acceptance
+def test_slurm_stops_at_sigterm_is_queued_again_and_resumes_with_the_same_bits(
+    undisturbed: str, tmp_path: Path
+) -> None:
+    stopped_and_queued_again(undisturbed, tmp_path)
+
+
+@pytest.mark.acceptance
+def test_slurm_on_two_machines_does_the_same(undisturbed: str, tmp_path: Path, namespaces: list[str]) -> None:
+    """Each node is a host with a name and an address of its own, behind a link of 1 Gbit/s."""
+    stopped_and_queued_again(undisturbed, tmp_path, FZERO_MACHINES=" ".join(namespaces))
 
 
 @pytest.mark.acceptance
@@ -208,6 +223,60 @@ def test_the_scripts_are_shell_and_executable() -> None:
     for script in (*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")):
         assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert all(os.access(script, os.X_OK) for script in LAUNCH.glob("*.sh"))
+
+
+# The fields of a JobSet that has what the example has, `!` if it must be there: JobSet v1alpha2, batch/v1, core/v1.
+JOBSET = {
+    "": {"apiVersion!", "kind!", "metadata!", "spec!"},
+    "metadata": {"name!", "namespace", "labels"},
+    "spec": {
+        "failurePolicy",
+        "network",
+        "replicatedJobs!",
+        "successPolicy",
+        "startupPolicy",
+        "ttlSecondsAfterFinished",
+    },
+    "spec/failurePolicy": {"maxRestarts", "rules"},
+    "spec/network": {"enableDNSHostnames", "subdomain", "publishNotReadyAddresses"},
+    "spec/replicatedJobs": {"name!", "replicas", "template!", "dependsOn"},
+    "spec/replicatedJobs/template": {"metadata", "spec"},
+    "spec/replicatedJobs/template/spec": {"parallelism", "completions", "completionMode", "backoffLimit", "template!"},
+    "spec/replicatedJobs/template/spec/template": {"metadata", "spec"},
+    POD: {"containers!", "restartPolicy", "terminationGracePeriodSeconds", "volumes", "nodeSelector", "tolerations"},
+    f"{POD}/containers": {"name!", "image", "command", "args", "env", "ports", "resources", "volumeMounts"},
+    f"{POD}/containers/ports": {"containerPort!", "name", "protocol"},
+    f"{POD}/containers/resources": {"limits", "requests"},
+    f"{POD}/containers/volumeMounts": {"name!", "mountPath!", "readOnly", "subPath"},
+    f"{POD}/volumes": {"name!", "persistentVolumeClaim", "hostPath", "emptyDir"},
+    f"{POD}/volumes/persistentVolumeClaim": {"claimName!", "readOnly"},
+}
+
+
+def unfit(node: object, path: str = "") -> list[str]:
+    """What of a JobSet is not a field there, or is missing. A path that JOBSET does not know holds any values."""
+    if isinstance(node, list):
+        return [fault for item in node for fault in unfit(item, path)]
+    if not isinstance(node, dict) or path not in JOBSET:
+        return []
+    known = {name.rstrip("!") for name in JOBSET[path]}
+    missing = {name[:-1] for name in JOBSET[path] if name.endswith("!")} - set(node)
+    faults = [f"{path}: there is no field {name!r}" for name in node if name not in known]
+    faults += [f"{path}: {name!r} is missing" for name in sorted(missing)]
+    return faults + [fault for name in node for fault in unfit(node[name], f"{path}/{name}".lstrip("/"))]
+
+
+def test_the_jobset_has_the_fields_of_its_schema() -> None:
+    """The example as a whole was valid by the CRD of JobSet itself (August 2026), with unknown fields refused."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (pip install fzero[config])")
+    found = yaml.safe_load((LAUNCH / "jobset.yaml").read_text(encoding="utf-8"))
+    assert unfit(found) == []
+    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["completionMode"] in ("Indexed", "NonIndexed")
+    assert job["template"]["spec"]["restartPolicy"] in ("Never", "OnFailure"), "what batch/v1 allows in a Job"
+    (container,) = job["template"]["spec"]["containers"]
+    container["comand"] = container.pop("name")
+    assert unfit(found) == [f"{POD}/containers: there is no field 'comand'", f"{POD}/containers: 'name' is missing"]
 
 
 def test_the_jobset_starts_a_torchrun_for_each_of_its_pods() -> None:

@@ -200,8 +200,8 @@ X = torch.ones(4)
     [
         (lambda p, b: Mean((p["w"] * b).sum(), p["w"].sum()), "depends on the parameters.*detach"),
         (lambda p, b: Mean(p["w"] * b, b.sum()), r"Mean\(total=.*f32\[4\].*0-d tensor, a \.sum\(\)"),
-        (lambda p, b: Mean((p["w"] * b).sum(), b), r"Mean\(count=.*f32\[4\]: needed a 0-d tensor, as mask\.sum"),
-        (lambda p, b: Mean((p["w"] * b).sum(), 4), r"Mean\(count=.*write torch\.full\(\(\), n\)"),
+        (lambda p, b: Mean((p["w"] * b).sum(), b), r"Mean\(count=.*f32\[4\]: needed a number, or a 0-d tensor"),
+        (lambda p, b: Mean((p["w"] * b).sum(), "4"), r"Mean\(count=.*needed a number, or a 0-d tensor"),
         (lambda p, b: Mean((p["w"] * b).sum().long(), b.sum()), r"Mean\(total=.*needed a floating 0-d tensor"),
         (lambda p, b: ((p["w"] * b).sum(), b.sum()), r"returned a tuple.*fzero\.Mean\(total, count\)"),
     ],
@@ -221,3 +221,32 @@ def test_a_count_in_16_bits_is_refused() -> None:
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
     with pytest.raises(fzero.CaptureError, match=r"bf16\[\], which cannot tell 257 from 256.*mask\.float\(\)\.sum\(\)"):
         fzero.lower(spec, {"w": torch.ones(3)}, {"mask": torch.ones(3)}, world_size=2)
+
+
+def test_a_count_may_be_a_number() -> None:
+    """The mean over a batch of known length, with the bits of a tensor for the count, for each batch length."""
+    for length in (4, 6):
+        x = torch.arange(length, dtype=torch.float32)
+        by_number = fzero.value_and_grad(lambda p, b: Mean((p["w"] * b).sum(), len(b)))({"w": torch.ones(())}, x)
+        by_tensor = fzero.value_and_grad(lambda p, b: Mean((p["w"] * b).sum(), torch.full((), len(b))))(
+            {"w": torch.ones(())}, x
+        )
+        assert torch.equal(by_number[0], by_tensor[0])
+        assert torch.equal(by_number[1]["w"], by_tensor[1]["w"])
+
+
+def _correct(p: Any, b: Any) -> Mean:
+    return Mean((b["x"] * p["w"] > 0).sum(), len(b["x"]))
+
+
+def test_a_metric_may_count_integers() -> None:
+    """An accuracy as users write it, in an evaluation and among a loss's metrics: the quotient of exact counts."""
+
+    def loss(p: Any, b: Any) -> Any:
+        return (p["w"] * b["x"]).square().mean(), {"accuracy": _correct(p, b)}
+
+    batch = {"x": torch.tensor([1.0, -1.0, 2.0, 3.0])}
+    state = fzero.init({"w": torch.ones(())}, fzero.Spec(loss=loss, optimizer=optim.sgd(0.0), microbatches=2))
+    assert float(fzero.evaluate(state, batch, _correct)) == 0.75
+    state = fzero.step(state, batch)
+    assert float(state.metrics["accuracy"]) == 0.75

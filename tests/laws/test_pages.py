@@ -26,14 +26,6 @@ def program(path: Path) -> str:
     return "\n".join(blocks(path.read_text(encoding="utf-8"), "python"))
 
 
-def short_pages() -> list[Path]:
-    """The pages of Start, of How to, and the new ones: what a newcomer reads."""
-    how_to = {page.resolve() for page in listed(FOLDER / "how-to.md")}
-    plain = ["index.md", "how-to.md", "questions.md", "wrong.md", "inside.md", "measured.md"]
-    folders = (*RUN, "reference")
-    return [p for p in DOCS if p in how_to or p.name in plain or p.parent.name in folders]
-
-
 @pytest.mark.parametrize("path", [p for p in DOCS if p.parent.name in RUN and program(p)], ids=page_id)
 def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file in an empty folder: a name that changed, or a line that was forgotten, fails."""
@@ -69,7 +61,7 @@ def test_every_page_is_in_the_tree_of_pages() -> None:
     assert [page_id(page) for page in DOCS if page not in found] == []
 
 
-@pytest.mark.parametrize("path", short_pages(), ids=page_id)
+@pytest.mark.parametrize("path", DOCS, ids=page_id)
 def test_sentences_are_short(path: Path) -> None:
     long = [s for s in sentences(path.read_text(encoding="utf-8")) if words(s) > SENTENCE]
     assert long == []

@@ -130,6 +130,7 @@ WRONG_MASKS = [
     (["a/*", "scal"], r"the mask 'scal' matches none.*Did you mean 'scale'"),
     ({"a": {"w": True}}, r"mask does not have the structure of params: 'a/bias' is in one of them only"),
     (lambda path, leaf: 1, r"mask says 1 \(int\) for 'a/bias', but it must say True or False"),
+    (lambda path: True, r"mask is called with a path and its leaf, and <lambda>\(path\) does not take them"),
 ]
 
 

@@ -18,9 +18,13 @@ import fzero
 from fzero import cli, optim
 from fzero.errors import SpecError
 from fzero.hardware import Device, Hardware, Host, NetworkLevel
+from fzero.ir.mesh import Mesh
+from fzero.plan.layout import BUCKET_BYTES
 from fzero.planner import NothingFitsError, candidates, choose, search
 from fzero.planner.candidates import Candidate
 from fzero.planner.problem import problem_of
+from fzero.planner.programs import by_rates
+from fzero.planner.tensor_rules import tensor_rules
 
 # small enough that layers of a few hundred columns fill it, with a network that one notices
 TOY = Hardware(
@@ -123,7 +127,7 @@ def test_less_memory_is_bought_with_time() -> None:
     assert all(later >= earlier * (1 - choose.GAIN) for earlier, later in itertools.pairwise(seconds))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(300))
 @pytest.mark.sampled(1)
 def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
     """A random model, memory, world and machine: all candidates are lowered, and none that fits is predicted more than
@@ -137,8 +141,9 @@ def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
     problem = problem_of(
         spec, layers(n, width), torch.empty(rows, width, device="meta"), world, machine, int(room) + 4096
     )
+    problem = replace(problem, rules=tensor_rules(problem))
     every = search.Search(problem, {})
-    for one in candidates.candidates(spec, problem.given, world, rows, n, machine):
+    for one in candidates.candidates(spec, problem.given, world, rows, n, machine, problem.rules.shard):
         every.row(one)
     if not every.fitting:
         with pytest.raises(NothingFitsError):
@@ -147,23 +152,39 @@ def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
     found = planned(spec, n, width, rows, world, hardware=machine, memory=problem.budget, most=200)
     best = min(every.fitting, key=lambda row: row.seconds)
     assert found.seconds <= best.seconds * (1 + 0.02) / (1 - choose.GAIN), (str(found), best)
+    assert found.peak <= problem.budget
 
 
-def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits() -> None:
+@pytest.mark.parametrize(
+    ("world", "n", "width"),
+    [
+        (2, 3, 64),
+        (2, 2, 32),
+        (2, 2, 128),
+        (4, 3, 64),
+        (4, 2, 32),
+        (4, 4, 64),
+        (1, 3, 64),
+        (1, 2, 128),
+        (8, 2, 64),
+        (8, 3, 32),
+    ],
+)
+@pytest.mark.sampled(1)
+def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(world: int, n: int, width: int) -> None:
     """One byte less than the least is refused, the least itself is planned; the ways out are lowered programs."""
-    with pytest.raises(NothingFitsError, match=r"nothing fits 2 ranks with 0\.02 MB each") as caught:
-        planned(world=2, memory=20_000, rows=4, most=4)
+    few, rows = 5 * width * width, 2 * world
+    with pytest.raises(NothingFitsError, match=rf"nothing fits {world} ranks with 0\.\d\d MB each") as caught:
+        planned(n=n, width=width, world=world, memory=few, rows=rows, most=4)
     least = caught.value.least
     assert least is not None
     assert f"({least.peak:,} bytes)" in str(caught.value)
-    assert planned(world=2, memory=least.peak, rows=4, most=12).peak <= least.peak
-    with pytest.raises(NothingFitsError):
-        planned(
-            given(**{**least.candidate.fields, "mesh": dict(least.candidate.mesh)}),
-            world=2,
-            rows=4,
-            memory=least.peak - 1,
-        )
+    assert all(not row.refused for row in (way.row for way in caught.value.alternatives))
+    assert planned(n=n, width=width, world=world, memory=least.peak, rows=rows, most=12).peak <= least.peak
+    pinned = {**least.candidate.fields, "mesh": dict(least.candidate.mesh)}
+    if "tp" not in pinned["mesh"]:
+        with pytest.raises(NothingFitsError):
+            planned(given(**pinned), n=n, width=width, world=world, rows=rows, memory=least.peak - 1)
 
 
 @pytest.mark.parametrize(
@@ -281,3 +302,13 @@ def test_what_the_command_refuses(name: str, said: str, tmp_path: Path, capsys: 
     file.write_text(PROBLEM, encoding="utf-8")
     assert cli.main(["plan", name.format(file=file), "--ranks", "2", "--hardware", "h100"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
+    """What a bucket loses to latency is paid by more bytes in a larger world; on one rank nothing is sent."""
+    machine = fzero.hardware.load("h100")
+    worlds = (2, 8, 64, 1024, 16384)
+    sizes = [by_rates(machine, Mesh((("dp", n),))).bucket_bytes({}).value for n in worlds]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1] == 1 << 30
+    assert by_rates(machine, Mesh((("dp", 1),))).bucket_bytes({}).value == BUCKET_BYTES

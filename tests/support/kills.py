@@ -30,6 +30,15 @@ from fzero.checkpoint import Disk
 T = TypeVar("T")
 WORLD, SIZE, SEQUENCE = 2, 4, 8
 PHASES = ("starting", "stepping")  # up to the end of its first step, and after it
+SWITCH = 60  # the step at which optimizers with phases change
+FORMS: dict[str, Callable[[], dict[str, Any]]] = {  # fields of the Spec
+    "adamw": lambda: {"optimizer": fzero.optim.adamw(1e-2), "zero": 3, "clip_norm": 1.0},
+    "onebit": lambda: {"optimizer": fzero.optim.onebit_adam(1e-2, warmup_steps=SWITCH), "zero": 0},
+    "sign": lambda: {
+        "optimizer": fzero.optim.freeze_nu(1e-2, after=SWITCH), "zero": 2, "clip_norm": 1.0,
+        "precision": fzero.Precision(reduce="sign"),
+    },
+}  # fmt: skip
 GRACE_SECONDS = 10.0  # that the survivors have, after SIGTERM, before SIGKILL
 
 
@@ -58,14 +67,14 @@ class Watched(Disk):
 
 
 def train(
-    out: Path, text: Path, steps: int, watched: Path | None = None, nvme: Path | None = None
+    out: Path, text: Path, steps: int, form: str, watched: Path | None = None, nvme: Path | None = None
 ) -> dict[str, Tensor]:
     """A run up to `steps` steps, from the last committed one: the whole state's leaves by path. nvme: a folder on a
     disk, which holds all of the state then."""
     rank = fzero.data._here()[0]
     shown = np.zeros((WORLD, 2), np.uint8) if watched is None else _watched(watched)
     away: dict[str, Any] = {} if nvme is None else {"offload": {"**": "nvme"}, "nvme_path": str(nvme)}
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), zero=3, clip_norm=1.0, **away)
+    spec = fzero.Spec(loss=loss, **FORMS[form](), **away)
     tokens = fzero.data.Tokens(text, dtype="uint8", sequence=SEQUENCE)
     with fzero.Checkpointer(out, every=2, keep=2, disk=Watched(shown[rank, 1:])) as saver:
         state = saver.resume(init, spec, key=fzero.random.key(3))
@@ -84,7 +93,9 @@ def _watched(path: Path) -> Any:
     return np.memmap(path, np.uint8, "r+", shape=(WORLD, 2))
 
 
-def kill_loop(folder: Path, *, kills: int, steps: int, seed: int, nvme: Path | None = None) -> Counter[str]:
+def kill_loop(
+    folder: Path, *, kills: int, steps: int, seed: int, nvme: Path | None = None, form: str = "adamw"
+) -> Counter[str]:
     """What happened, counted: `kills` in all; of processes killed, those that were `starting` or `stepping`, and those
     that were `saving` too; `runs`; `stops` (a SIGTERM that was heard); `late` (survivors that needed SIGKILL).
 
@@ -94,13 +105,14 @@ def kill_loop(folder: Path, *, kills: int, steps: int, seed: int, nvme: Path | N
     text, watched = folder / "text.bin", folder / "watched"
     np.random.default_rng(0).integers(0, 64, 2000).astype(np.uint8).tofile(text)
     np.zeros(2 * WORLD, np.uint8).tofile(watched)
-    expected = values(gloo(WORLD, train, folder / "undisturbed", text, steps))[0]
+    expected = values(gloo(WORLD, train, folder / "undisturbed", text, steps, form))[0]
     draw, counts = random.Random(seed), Counter[str]()
     while counts["kills"] < kills:
         out, found = folder / f"run{counts['runs']}", None
         for _ in range(20 * steps):
             disturb = counts["kills"] < kills
-            if (found := _attempt(out, text, steps, watched, nvme, draw if disturb else None, counts)) is not None:
+            given = (out, text, steps, form, watched, nvme)
+            if (found := _attempt(given, draw if disturb else None, counts)) is not None:
                 break
         assert found is not None, "it does not get any further"
         assert found.keys() == expected.keys()
@@ -111,13 +123,14 @@ def kill_loop(folder: Path, *, kills: int, steps: int, seed: int, nvme: Path | N
 
 
 def _attempt(
-    out: Path, text: Path, steps: int, watched: Path, nvme: Path | None, draw: random.Random | None,
-    counts: Counter[str],
-) -> dict[str, Tensor] | None:  # fmt: skip
-    """One start of both ranks and, with `draw`, a signal: the final state where they ended before it, else None."""
+    given: tuple[Path, Path, int, str, Path, Path | None], draw: random.Random | None, counts: Counter[str]
+) -> dict[str, Tensor] | None:
+    """One start of both ranks and, with `draw`, a signal: the final state where they ended before it, else None.
+    given: as `train` takes it."""
+    *_, watched, nvme = given
     shown = _watched(watched)
     shown[:] = 0
-    processes, pipes = start_ranks(WORLD, train, out, text, steps, watched, nvme)
+    processes, pipes = start_ranks(WORLD, train, *given)
     disturbed = draw is not None and not _passed(processes, shown, draw)
     if draw is not None and disturbed:
         number = signal.SIGKILL if draw.random() < 0.85 else signal.SIGTERM

@@ -1,5 +1,5 @@
 """by_cost: choices by predicted or measured cost, else by a rule: how far ahead gathers and fetches start, the size of
-buckets and tiles, the library of a matrix product."""
+buckets and tiles, the way to compute a matrix product."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def tile_bytes(program: Program) -> Choice[int]:
     return Choice(TILE_BYTES, "large enough that the fixed costs of a move do not show")
 
 
-def bucket_bytes(costs: Mapping[str, float]) -> Choice[int]:
-    """The smallest bucket that costs at most `LATENCY_SHARE` more a byte than the cheapest; a fixed size without costs.
+def bucket_bytes(costs: Mapping[str, float], share: float = LATENCY_SHARE) -> Choice[int]:
+    """The smallest bucket that costs at most `share` more a byte than the cheapest; a fixed size without costs.
 
     Larger ones gain nothing; smaller ones start earlier and are freed sooner. costs: `fzero.cost.bucket_costs`.
 
@@ -75,20 +75,25 @@ def bucket_bytes(costs: Mapping[str, float]) -> Choice[int]:
     if not costs:
         return Choice(BUCKET_BYTES, "nothing was measured: 32 MiB")
     least = min(costs.values())
-    size = min(int(size) for size, cost in costs.items() if cost <= (1 + LATENCY_SHARE) * least)
-    reason = f"the smallest that costs at most {LATENCY_SHARE:.0%} more a byte than the cheapest"
+    size = min(int(size) for size, cost in costs.items() if cost <= (1 + share) * least)
+    reason = f"the smallest that costs at most {share:.0%} more a byte than the cheapest"
     return Choice.least({int(n): cost for n, cost in costs.items()}, size, reason, "s a GB")
 
 
+WAYS = {"torch": "torch's own", "onednn": "oneDNN", "fp32": "in fp32"}
+
+
 def product(question: str, figures: Figures | None) -> Choice[str]:
-    """The library of a matrix product, "onednn" or "torch", by measured speed. figures: GFLOP/s of both."""
+    """The way to compute a matrix product by measured speed: "torch", "onednn", or in 16 bits "fp32".
+
+    figures: GFLOP/s of torch's own and of one other way.
+    """
     if figures is None:
         return Choice(
             "torch", f"{question}: torch's own, for nothing was measured here (a first step on this machine measures)"
         )
-    own, other = figures["torch"], figures["onednn"]
-    taken = "onednn" if other >= MARGIN * own else "torch"
-    who = "oneDNN" if taken == "onednn" else "torch's own"
-    reason = f"{question}: {who} by speed (GFLOP/s: oneDNN {other:.3g}, torch's own {own:.3g})"
-    second = "torch" if taken == "onednn" else "onednn"
+    (other,) = (way for way in WAYS if way != "torch" and way in figures)
+    taken, second = (other, "torch") if figures[other] >= MARGIN * figures["torch"] else ("torch", other)
+    shown = ", ".join(f"{WAYS[way]} {figures[way]:.3g}" for way in (other, "torch"))
+    reason = f"{question}: {WAYS[taken]} by speed (GFLOP/s: {shown})"
     return Choice(taken, reason, CHOSEN, figures[taken], RunnerUp(second, figures[second]), "GFLOP/s")

@@ -121,7 +121,7 @@ def described(batch: Batch) -> str:
     """The leaves of a batch with their shapes, for a message.
 
     >>> described({"x": torch.zeros(2, 3), "n": 4})
-    'x (2, 3), n'
+    'n, x (2, 3)'
     """
     leaves = zip(*tree.flatten(dict(batch))[:2], strict=True)
     return ", ".join(f"{path} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else path for path, leaf in leaves)

@@ -24,33 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# What torch's C++ asks of CUDA while it runs what is above a kernel: a guard of the current device, and whether there
-# is a device at all (autograd runs backward in a thread for each). A torch without CUDA answers neither.
-_SOURCE = """
-#include <ATen/detail/CUDAHooksInterface.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-struct CUDAHooks : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  c10::DeviceIndex deviceCount() const override { return 2; }
-};
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
-struct Standin : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
-  c10::DeviceIndex deviceCount() const noexcept override { return 2; }
-  c10::Stream getStream(c10::Device d) const noexcept override {
-    return c10::Stream(c10::Stream::DEFAULT, d);
-  }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-};
-C10_REGISTER_GUARD_IMPL(CUDA, Standin);
-"""
+_SOURCE = Path(__file__).parents[3] / "fzero" / "_torch_compat" / "fake_cuda.cpp"  # not imported: fzero imports torch
 
 
 def install() -> None:
@@ -78,16 +52,15 @@ def _load() -> None:
 
 def _compiled(root: Path) -> Path:
     """The library, compiled once for this torch (ten seconds) and kept in `runs/`, a folder of this checkout alone."""
-    told = _SOURCE + str(root) + (root / "version.py").read_text()
+    told = _SOURCE.read_text() + str(root) + (root / "version.py").read_text()
     key = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
     place = Path(__file__).parents[3] / "runs" / "standin" / f"{key}.so"
     if not place.exists():
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-            source, made = Path(folder) / "standin.cpp", Path(folder) / "standin.so"
-            source.write_text(_SOURCE)
+            made = Path(folder) / "standin.so"
             options = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-            command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-std=c++20", str(source), "-o", str(made)]
+            command = [os.environ.get("CXX", "g++"), "-shared", "-fPIC", "-std=c++20", str(_SOURCE), "-o", str(made)]
             subprocess.run([*command, *options], check=True)
             made.replace(place)
     return place

@@ -1,0 +1,201 @@
+"""Fits a machine's efficiencies to published steps of at most 64 devices, and says how far each is off.
+
+    python -m benchmarks.calibration                      # fits both devices: error by row, and by family left out
+    python -m benchmarks.calibration --table rows.csv     # predicts other rows with the presets as they are
+
+A step is put together from a layer's work (`benchmarks.published`), priced by fzero's rates of a machine. It is the
+slowest role of a pipeline for each microbatch, a bubble of the other roles over the chunks, gathers and reductions of
+data parallelism beside what they may hide behind, and the update. The fit is a random search from a fixed seed. It
+starts at, and is held near, figures that are usual (`KNOWN`); so a figure that no row speaks of stays there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import machine
+from benchmarks.published import TABLE, Part, Published, parts, published
+from fzero.cost.node_work import seconds
+from fzero.cost.rates import Rates
+from fzero.hardware import Hardware, load
+from fzero.ir.mesh import Mesh
+
+Figures = dict[str, float]
+# low and high end of each figure: parts of the peak, columns, seconds a second
+BOUNDS = {
+    "products": (0.55, 0.95), "fp8": (0.4, 0.9), "small_side": (0.0, 180.0), "attention": (0.1, 0.6),
+    "memory": (0.4, 1.0), "network": (0.4, 0.95), "tax": (1.0, 2.5),
+}  # fmt: skip
+KNOWN = {
+    "products": 0.75, "fp8": 0.6, "small_side": 150.0, "attention": 0.29, "memory": 0.85, "network": 0.7, "tax": 1.6,
+}  # fmt: skip
+DEVICES = ("h100", "a100")
+NEAR, STEPS, SEED = 0.02, 1500, 0
+LIMIT = 0.3  # an error beyond it counts no more than its square: such a row is of another kind
+
+
+def preset_of(row: Published) -> str:
+    """The preset of a row's device."""
+    if "A100" not in row.device:
+        return "h100"
+    return "a100-40gb" if "40GB" in row.device else "a100-80gb"
+
+
+def with_figures(base: Hardware, figures: Figures) -> Hardware:
+    """A machine with other efficiencies."""
+    low = dict.fromkeys(("bf16", "fp16", "fp32"), figures["products"])
+    device = replace(
+        base.device, efficiency={**base.device.efficiency, **low, "fp8": figures["fp8"]},
+        small_side=figures["small_side"], attention=figures["attention"], memory_efficiency=figures["memory"],
+    )  # fmt: skip
+    inner = replace(base.levels[0], tax=figures["tax"])
+    outer = [replace(level, efficiency=figures["network"], tax=figures["tax"]) for level in base.levels[1:]]
+    return replace(base, device=device, levels=(inner, *outer))
+
+
+def predicted(row: Published, here: Hardware) -> float:
+    """Seconds of a row's step."""
+    shape, shards = row.shape, row.dp * row.cp
+    rates = here.rates(Mesh((("pp", row.pp), ("dp", shards), ("tp", shape.tp))))
+    rates = replace(rates, attention=rates.attention * row.stack.attention)
+    narrow = {**rates.flops, 2: here.device.reached("fp8")} if row.fp8 else rates.flops
+    layer, rest = parts(shape)
+    a_layer = _seconds(layer, row, replace(rates, flops=narrow)) / row.cp
+    layers, ends = row.layers / row.pp * a_layer, _seconds(rest, row, rates) / row.cp
+    computing = row.microbatches * (layers + ends)
+    waiting = (row.pp - 1) / row.chunks * layers + _messages(row, rates)
+    of_layers = layer.updated * row.layers / row.pp + rest.updated
+    update = of_layers / rates.memory_bytes / (shards if row.zero else 1)
+    return computing + waiting + _reduced(row, rates, layers + ends) + update
+
+
+def _seconds(part: Part, row: Published, rates: Rates) -> float:
+    """Of a part's forward and backward, of one microbatch."""
+    products = sum(n * seconds(work, rates) for work, n in part.products.items())
+    moved = part.moved[row.stack.fused] / rates.memory_bytes
+    sent = sum(n * rates.transfer(kind, size, "tp", row.shape.tp) for (kind, size), n in part.sent.items())
+    return products + moved + row.stack.exposed * sent
+
+
+def _messages(row: Published, rates: Rates) -> float:
+    """Activations and their gradients between roles."""
+    if row.pp == 1:
+        return 0.0
+    whole = 2 * row.shape.rows * row.shape.length * row.shape.width // row.cp
+    return 2 * row.microbatches * rates.transfer("send", whole // (row.shape.tp if row.shape.sequence else 1), "pp", 2)
+
+
+def _reduced(row: Published, rates: Rates, computing: float) -> float:
+    """What data parallelism adds to a step. computing: of a microbatch. Beside a transfer compute takes longer; what is
+    left of the transfer is waited for. Stage 3 gathers twice in each microbatch, and reduces in bf16."""
+    shards = row.dp * row.cp
+    if shards == 1:
+        return 0.0
+    layer, rest = row.params
+    params = (layer * row.layers / row.pp + rest) / row.shape.tp
+    gather = rates.transfer("all_gather", int(2 * params), "dp", shards)
+    if row.zero == 3:
+        reduce = rates.transfer("reduce_scatter", int(2 * params), "dp", shards)
+        wire, beside = row.microbatches * (2 * gather + reduce), row.microbatches * computing
+        first_and_last = (gather + reduce) / row.layers
+    else:
+        wire = gather + rates.transfer("reduce_scatter", int(4 * params), "dp", shards)
+        beside, first_and_last = computing, 0.0
+    hidden = min(wire, beside * rates.tax)
+    return hidden * (1 - 1 / rates.tax) + wire - hidden + first_and_last
+
+
+def errors(rows: Sequence[Published], figures: Figures | None) -> list[float]:
+    """Of each row, predicted over measured, less 1. figures: None for the presets as they are."""
+    found = []
+    for row in rows:
+        here = _machine(preset_of(row), tuple((figures or {}).items()))
+        found.append(predicted(row, here) / row.seconds - 1)
+    return found
+
+
+@lru_cache(maxsize=8)
+def _machine(preset: str, figures: tuple[tuple[str, float], ...]) -> Hardware:
+    return with_figures(load(preset), dict(figures)) if figures else load(preset)
+
+
+def fitted(rows: Sequence[Published]) -> Figures:
+    """The figures with which the rows are least off."""
+
+    def loss(figures: Figures) -> float:
+        off = [math.log1p(error) for error in errors(rows, figures)]
+        away = sum(((figures[k] - KNOWN[k]) / (high - low)) ** 2 for k, (low, high) in BOUNDS.items())
+        return sum(min(abs(x), LIMIT) + 2 * x * x for x in off) / len(off) + NEAR * away
+
+    draw, best, width = random.Random(SEED), dict(KNOWN), 0.3
+    least = loss(best)
+    for step in range(STEPS):
+        tried = dict(best)
+        for name in draw.sample(list(BOUNDS), draw.choice((1, 1, 2, 3))):
+            low, high = BOUNDS[name]
+            tried[name] = min(high, max(low, tried[name] + draw.gauss(0, width * (high - low))))
+        if (found := loss(tried)) < least:
+            best, least = tried, found
+        width *= 0.6 if step % (STEPS // 7) == STEPS // 7 - 1 else 1.0
+    return best
+
+
+def shown(console: Console, rows: Sequence[Published], found: Sequence[float], title: str) -> float:
+    """Prints each row's error, and returns their mean."""
+    console.print(f"\n{title}")
+    for row, error in zip(rows, found, strict=True):
+        where = f"{row.world} x {row.device}, tp {row.shape.tp}, pp {row.pp}, length {row.shape.length}"
+        console.print(f"  {error:+7.1%}  {row.seconds:9.4g} s  {row.name} on {where}", highlight=False)
+    mean = statistics.mean(map(abs, found))
+    console.print(f"  mean {mean:.1%}, bias {statistics.mean(found):+.1%}, {len(rows)} rows", highlight=False)
+    return mean
+
+
+def calibrated(console: Console, rows: Sequence[Published], device: str) -> dict[str, Any]:
+    """Fits a device's figures to all rows, and to all but each family's."""
+    figures = fitted(rows)
+    console.print(f"\n{device}: { ({name: round(value, 3) for name, value in figures.items()}) }", highlight=False)
+    own = shown(console, rows, errors(rows, figures), "fitted to all rows")
+    left_out: list[float] = []
+    for family in sorted({row.shape.family for row in rows}):
+        theirs = [row for row in rows if row.shape.family == family]
+        without = fitted([row for row in rows if row.shape.family != family])
+        left_out += (off := errors(theirs, without))
+        shown(console, theirs, off, f"fitted without {family}: { ({k: round(v, 3) for k, v in without.items()}) }")
+    mean = statistics.mean(map(abs, left_out))
+    console.print(f"\n{device}: {own:.1%} on the average, {mean:.1%} with the row's family left out", highlight=False)
+    return {"figures": figures, "error": own, "family_left_out": mean, "rows": len(rows)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, help="rows to predict with the presets, nothing is fitted")
+    given, console = parser.parse_args(), Console(width=140)
+    if given.table is not None:
+        rows = list(published(given.table))
+        shown(console, rows, errors(rows, None), f"{given.table}, by the presets")
+        return
+    rows, record = list(published(TABLE)), {}
+    for device in DEVICES:
+        own = [row for row in rows if preset_of(row).startswith(device)]
+        usual = [row for row in own if "HBM2e" not in row.device]  # that card has other memory and half of the power
+        record[device] = calibrated(console, usual, device)
+        if other := [row for row in own if row not in usual]:
+            shown(console, other, errors(other, record[device]["figures"]), "another card, not fitted to")
+    out = machine.ROOT / "benchmarks" / "results" / "calibration.json"
+    out.write_text(json.dumps({"machine": machine.describe(), **record}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

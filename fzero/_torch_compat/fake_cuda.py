@@ -1,0 +1,80 @@
+"""fake_cuda: fake tensors of CUDA in a torch that has no CUDA: the library that a process loads before torch, and what
+torch's C++ would choose there.
+
+`fake_cuda.cpp` stands for the guard of a device, and for the hooks that say that there is one
+(`DeviceGuardImplInterface`, `CUDAHooksInterface`: 2.13.0). torch asks for both once, so they must be there first:
+`LD_PRELOAD=<library>`. In such a process `torch.accelerator.current_accelerator()` is cuda, and
+`torch.cuda.is_available()` is still false.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+aten = torch.ops.aten
+
+
+def fake_cuda_library(folder: Path) -> Path:
+    """The library for this torch, compiled into `folder` the first time (five seconds). Raises OSError without a C++
+    compiler, or where the compiler fails."""
+    root = Path(torch.__file__).parent
+    told = f"{SOURCE.read_text()} {root} {torch.__version__}"
+    place = folder / f"{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}.so"
+    if place.exists():
+        return place
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise FileNotFoundError(f"there is no C++ compiler {compiler!r}: install g++, or set CXX")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "made.so"
+        options = [f"-I{root / 'include'}", f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+        command = [compiler, "-shared", "-fPIC", "-std=c++20", str(SOURCE), "-o", str(made), *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{compiler} cannot compile {SOURCE} for torch {torch.__version__}: {done.stderr[-500:]}")
+        made.replace(place)
+    return place
+
+
+@functools.cache
+def fake_cuda_attention() -> torch.library.Library:
+    """Gives this process's `F.scaled_dot_product_attention` on CUDA the op that torch takes on an H100. A torch without
+    CUDA would take its plain products (sdp_utils.cpp: 2.11.0, 2.13.0)."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("CUDA", "AutogradCUDA"):
+        library.impl("scaled_dot_product_attention", _attention, key)
+    return library
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """cuDNN's attention for 16 bits without a mask (torch >= 2.11 on sm_90), the memory-efficient one for all else."""
+    widths = query.shape[-1], value.shape[-1]
+    narrow = query.dtype in (torch.bfloat16, torch.float16) and all(w % 8 == 0 and w <= 128 for w in widths)
+    if narrow and attn_mask is None and not enable_gqa:
+        found: Any = aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, None, True, dropout_p, is_causal, False, scale=scale
+        )
+        return found[0]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    found = aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )
+    return found[0]

@@ -1,0 +1,86 @@
+"""The account of CUDA's step, made where there is no device: GPT-2 large (8 x 1,024 tokens, bf16, AdamW, one rank).
+
+A process of `fzero fake-cuda` lowers it (tests/support/workers/on_fake_cuda.py). Goldens hold what it moves, by kind.
+That the formula gives the step times which were recorded on an H100 is tests/cost/test_recorded_steps.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero
+from fzero.tools import fake_cuda_command
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "benchmarks" / "results" / "gpu_gpt2_large.json").read_text())["sizes"]["gpt2_large"][
+    "rows"
+]
+needs_fakes = [
+    pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="it needs a C++ compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="it needs a torch without CUDA"),
+    pytest.mark.skipif(sys.platform != "linux", reason="Triton and the loader's LD_PRELOAD are of Linux"),
+    pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="Inductor's code is that of torch 2.13"),
+]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the worker told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FZERO_CACHE", str(ROOT / "runs" / "standin"))
+        env = fake_cuda_command.environment()
+    cache = str(tmp_path_factory.mktemp("inductor"))
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TORCHINDUCTOR_CACHE_DIR": cache}
+    worker = ROOT / "tests" / "support" / "workers" / "on_fake_cuda.py"
+    done = subprocess.run(
+        [sys.executable, str(worker)], env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+class TestWithoutADevice:
+    pytestmark = needs_fakes
+
+    @pytest.mark.parametrize("how", ["none", "auto"])
+    def test_what_a_step_moves(self, told: dict[str, Any], how: str, golden: Callable[[str, str], None]) -> None:
+        golden(f"cuda_cost/{how}", told[how]["text"])
+
+    def test_no_product_is_unaligned(self, told: dict[str, Any]) -> None:
+        assert all("\n0 products with a side" in told[how]["text"] for how in ("none", "auto"))
+
+    def test_the_model_gives_what_the_documents_say(self, told: dict[str, Any]) -> None:
+        """Modelled, not measured: docs/performance.md has these figures."""
+        assert told["none"]["ms"] < 112
+        assert told["auto"]["ms"] < 103
+
+    def test_it_is_cudas_program(self, told: dict[str, Any]) -> None:
+        assert told["none"]["attention"] == [
+            "aten._scaled_dot_product_cudnn_attention.default",
+            "aten._scaled_dot_product_cudnn_attention_backward.default",
+        ]
+        assert "cuda:0" in told["none"]["devices"]
+        assert "device" not in told["none"]["choices"]
+
+    def test_depth_adds_no_cluster(self, told: dict[str, Any]) -> None:
+        assert told["auto"]["clusters"] == told["clusters_12"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a device")
+def test_the_processors_program_is_not_given_in_silence() -> None:
+    spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1), device="cuda")
+    lowered = fzero.lower(spec, {"w": torch.empty(4, 4)}, torch.empty(2, 4))
+    assert "fzero fake-cuda SCRIPT" in lowered.choices["device"]
+    with pytest.raises(fzero.FzeroError, match="fzero fake-cuda SCRIPT"):
+        lowered.roofline(by_inductor=True)

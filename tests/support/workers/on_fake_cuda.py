@@ -1,0 +1,56 @@
+"""The accounts of CUDA's programs, made without a device: run by test_cuda_cost.py in the process of `fzero fake-cuda`.
+
+Prints one line of JSON: by name, an account as text and what the test asks of it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import fzero
+from benchmarks.model import Size, empty_model
+from fzero import optim
+from fzero.interop import from_module
+from fzero.ir import fx_nodes
+
+GPT2_LARGE = Size(layers=36, width=1280, heads=20, vocabulary=50257, sequence=1024, batch=8, inner=5120)
+
+
+def lowered(size: Size, how: str) -> Any:
+    """A step in bf16 with AdamW at world size 1, for CUDA."""
+    params, buffers, apply = from_module(empty_model(size))
+    spec = fzero.Spec(
+        loss=lambda p, b: apply(p, buffers, b["x"], b["y"]),
+        optimizer=optim.adamw(3e-4, weight_decay=0.1),
+        zero=3,
+        precision="bf16",
+        device="cuda",
+        compile=how,
+    )
+    tokens = torch.empty(size.batch, size.sequence, dtype=torch.int64, device="meta")
+    return fzero.lower(spec, params, {"x": tokens, "y": tokens}, world_size=1)
+
+
+def told(found: Any, how: str) -> dict[str, Any]:
+    """What is kept of a lowered step."""
+    account = found.roofline(by_inductor=how != "none")
+    nodes = [n for gm in found.program.segments.values() for n in gm.graph.nodes if fx_nodes.is_compute(n)]
+    return {
+        "text": str(account),
+        "ms": account.seconds * 1e3,
+        "peak": account.peak,
+        "attention": sorted({str(n.target) for n in nodes if "attention" in str(n.target)}),
+        "devices": sorted({str(n.meta["val"].device) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)}),
+        "choices": dict(found.choices),
+        "clusters": account.clusters,
+    }
+
+
+if __name__ == "__main__":
+    shallow = lowered(replace(GPT2_LARGE, layers=12), "auto").roofline()
+    accounts = {how: told(lowered(GPT2_LARGE, how), how) for how in ("none", "auto")}
+    print(json.dumps({**accounts, "clusters_12": shallow.clusters}))
