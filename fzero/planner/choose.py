@@ -15,7 +15,7 @@ from fzero.errors import FzeroError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.planner.candidates import Candidate, default, named
-from fzero.planner.codecs import fastest_codec
+from fzero.planner.codec_choice import fastest_codec
 from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of

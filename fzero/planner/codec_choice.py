@@ -1,4 +1,4 @@
-"""codecs: whether messages of blocks pay, where the user allows them: a plan for each, and the fastest.
+"""codec_choice: whether messages of blocks pay, where the user allows them: a plan for each, and the fastest.
 
 A codec changes the numbers, so none is tried that was not named (docs/slow-links.md).
 """
