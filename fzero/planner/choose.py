@@ -15,6 +15,7 @@ from fzero.errors import FzeroError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.planner.candidates import Candidate, default, named
+from fzero.planner.codec_choice import fastest_codec
 from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
@@ -36,6 +37,7 @@ def plan(
     hardware: str | Hardware,
     memory: int | None = None,
     most: int | None = None,
+    codecs: Sequence[str] = (),
     phase: str = "",
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
@@ -48,8 +50,10 @@ def plan(
     spec: fields that it leaves out are open. params_like: as in `fzero.lower`. batch_like: the *global* batch, whose
     tensors have the rows of all ranks along dim 0. world_size: the ranks. hardware: a preset's name, a TOML file or a
     `Hardware`. memory: bytes a rank may use of its device; None: `Spec(device_bytes=)`, else what the hardware has less
-    its headroom. most: how many candidates are lowered, about; None: ten, or more of small programs. phase: of a spec
-    with `fzero.Phases`, whose programs are compared; "" for the first.
+    its headroom. most: how many candidates are lowered, about; None: ten, or more of small programs. codecs: those of
+    `Precision(gather=, reduce=)` that may be taken, for they change the numbers; each is planned for, and taken where
+    it saves more than the model's error. phase: of a spec with `fzero.Phases`, whose programs are compared; "" for the
+    first.
 
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 
@@ -60,14 +64,23 @@ def plan(
     >>> planned.spec.zero, dict(planned.spec.mesh), planned.peak <= planned.memory
     (1, {'dp': 8}, True)
     """
-    problem = problem_of(spec.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
+
+    def planned(one: Spec) -> Planned:
+        problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
+        return _planned(one, problem, most, phase)
+
+    return fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
+
+
+def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:
+    """The plan of a problem."""
     problem = replace(problem, rules=tensor_rules(problem))
     sketch = sketched(problem)
     found = search(problem, sketch, most)
     best = found.best()
     if best is None:
         raise nothing_fits(problem, sketch, found)
-    own = found.rows[default(problem.spec, world_size)]
+    own = found.rows[default(problem.spec, problem.world_size)]
     if found.fits(own) and own.seconds <= best.seconds / (1 - GAIN):
         best = found.rows[own.candidate] = found.whole(own.candidate)
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))

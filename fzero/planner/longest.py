@@ -55,8 +55,9 @@ def longest(
     """The longest sequence whose step fits into `device_bytes` of a rank, before anything runs.
 
     spec: a Spec, or a function of the length that returns one, for a loss that depends on it (a layout of
-    `fzero.sparse`). params_like, world_size, key: as in `fzero.lower`. batch_like: one rank's batch; its tensors that
-    have a dim `dim` have one length there, from which the search begins. device_bytes: None is `Spec(device_bytes=)`.
+    `fzero.sparse`). params_like, world_size, key: as in `fzero.lower`. batch_like: one rank's batch.
+    dim: of the tokens; tensors that have it have one length there, from which the search begins.
+    device_bytes: None is `Spec(device_bytes=)`.
     step: lengths are multiples of it.
 
     The answer is exact: the program of its length is planned and verified within the budget, and a step more is

@@ -86,7 +86,7 @@ def fp32_losses() -> Tensor:
 
 
 @pytest.mark.parametrize("name", NARROW)
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_losses_track_fp32(name: str, fp32_losses: Tensor) -> None:
     """On the demo's text. All 200 steps are in tests/acceptance/test_precision_full.py."""
     gap = (losses(name, 40) - fp32_losses).abs()

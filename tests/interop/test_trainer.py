@@ -136,6 +136,7 @@ def without_values(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.sampled(1)
 def test_a_model_without_values_is_read_from_its_folder_and_never_whole(name: str, tmp_path: Path) -> None:
     """With the bits of the model that is whole at first: losses, evaluations and parameters."""
     first = make(OURS, name, tmp_path / "first", **SHORT)

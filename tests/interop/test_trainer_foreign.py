@@ -162,6 +162,7 @@ def test_groups_of_any_rate_and_decoupled_adam(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adadelta"])
+@pytest.mark.sampled(1)
 def test_a_cycle_moves_the_momentum_too(kind: str, tmp_path: Path) -> None:
     """OneCycleLR as it stands, over the whole run: it cycles AdamW's beta1 and SGD's momentum."""
 

@@ -88,6 +88,7 @@ CASES: dict[str, tuple[Any, list[Row]]] = {
 
 @pytest.mark.parametrize("accumulated", [2, 3], ids=["a whole window", "a short one"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(2)
 def test_a_short_batch_that_no_rows_can_fill_is_taken_at_its_own_size(
     case: str, accumulated: int, tmp_path: Path
 ) -> None:

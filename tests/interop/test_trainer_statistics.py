@@ -92,7 +92,7 @@ def both(folder: Path, make: Any, rows: list[Row], **given: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", [resnet, regnet, mobilenet, Normed], ids=lambda make: make.__name__)
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_statistics_are_those_of_the_stock_trainer(make: Any, tmp_path: Path) -> None:
     """Windows of three batches, of which the last of an epoch has two. MobileNet in float64 and at a small rate: it is
     chaos (at 1e-2 another last bit of its float32 parameters moves the fourth loss by a tenth)."""

@@ -478,7 +478,7 @@ def asking(family: str, loss: Callable[..., Tensor]) -> tuple[nn.Module, Any, Ca
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_a_model_that_asks_for_values_runs_where_they_are_known(name: str) -> None:
     """The complaint: these models could not be trained, and the refusal named no argument."""
     family, loss, batch = WAYS[name]

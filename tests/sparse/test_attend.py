@@ -63,6 +63,7 @@ def calls(found: Run) -> list[torch.fx.Node]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sampled(1)
 def test_a_step_has_the_loss_of_the_masked_one(name: str) -> None:
     layout = LAYOUTS[name]
     found, wanted = trained(attending(layout), steps=5), trained(masked(layout), steps=5)
@@ -79,6 +80,7 @@ def test_every_stage_has_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sampled(1)
 def test_heads_are_sharded(name: str) -> None:
     """Each rank calls the op on its heads, with its rows of the table."""
     attend = attending(LAYOUTS[name])

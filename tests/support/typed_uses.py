@@ -63,6 +63,7 @@ def before_a_run(spec: fzero.Spec, params: Tree, batch: Tree) -> None:
     machine = hardware.load("h100")
     assert_type(fzero.simulate(lowered, machine).seconds, float)
     assert_type(fzero.simulation(lowered, machine), fzero.Simulation)
+    assert_type(fzero.longest(spec, params, batch, dim=1, world_size=8), fzero.Longest)
     planned = assert_type(fzero.plan(spec, params, batch, world_size=8, hardware="h100"), fzero.Planned)
     assert_type(planned.seconds, float)
     saved = assert_type(checkpoint.manifest("run"), fzero.Manifest)

@@ -1,4 +1,4 @@
-"""codecs: whether messages of blocks pay, where the user allows them: a plan for each, and the fastest.
+"""codec_choice: whether messages of blocks pay, where the user allows them: a plan for each, and the fastest.
 
 A codec changes the numbers, so none is tried that was not named (docs/slow-links.md).
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fzero.errors import NothingFitsError, SpecError
+from fzero.errors import SpecError
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.kernels.codecs import CODECS, FED
+from fzero.planner.nothing_fits import NothingFitsError
 from fzero.planner.planned import Planned
 from fzero.spec import Spec
 
 
 def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Callable[[Spec], Planned]) -> Planned:
     """The plan without a codec, or with the one of `codecs`, for gathers and reductions, that saves more than `gain` of
-    the step.
+    the step. What was chosen is in `choices["precision"]`.
 
     planned: the plan of a spec. Raises SpecError for a name that is no codec, and for a spec that has one already;
     NothingFitsError where nothing fits with any.
@@ -35,9 +36,8 @@ def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Calla
     found: dict[str, Planned] = {}
     refused: NothingFitsError | None = None
     for name in ("none", *codecs):
-        coded = policy if name == "none" else replace(policy, gather=name, reduce=name)
         try:
-            found[name] = planned(replace(spec, precision=coded) if name != "none" else spec)
+            found[name] = planned(spec if name == "none" else _coded(spec, name))
         except NothingFitsError as error:
             refused = refused or error
     if not found:
@@ -50,6 +50,14 @@ def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Calla
     others = {name: s for name, s in seconds.items() if name != best}
     shown = ", ".join(f"{name} {s:.4g} s" for name, s in sorted(seconds.items(), key=lambda item: item[1]))
     second = min(others, key=others.__getitem__) if others else None
-    runner_up = RunnerUp(second, seconds[second]) if second is not None else None
-    choice = Choice(best, f"of those that were allowed: {shown}", CHOSEN, seconds[best], runner_up, "s")
-    return replace(found[best], choices={**found[best].choices, "codec": choice})
+    runner_up = RunnerUp(found[second].spec.precision, seconds[second]) if second is not None else None
+    value = found[best].spec.precision
+    choice = Choice(value, f"by codec: {shown}", CHOSEN, seconds[best], runner_up, "s")
+    return replace(found[best], choices={**found[best].choices, "precision": choice})
+
+
+def _coded(spec: Spec, codec: str) -> Spec:
+    """The spec with a codec for gathers and reductions; what it leaves open stays so."""
+    made = replace(spec, precision=replace(spec.numerics.policy, gather=codec, reduce=codec))
+    made.__dict__["_given"] = spec.given | {"precision"}
+    return made
