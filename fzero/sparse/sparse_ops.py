@@ -203,8 +203,8 @@ def _factors(call: Call) -> Factors:
 
 def _sizes(node: fx.Node) -> tuple[Sizes, int]:
     call = Call.of(node)
-    q, v, columns = (None if call[x] is None else call[x].meta["val"] for x in ("q", "v", "columns"))
-    return Sizes.of(q, v, columns, Rules(call["block"], call["left"], call["right"])), call["block"]
+    columns = None if call["columns"] is None else call["columns"].meta["val"]
+    return Sizes.of(call["q"].meta["val"], call["v"].meta["val"], columns, Rules(call["block"], call["left"], call["right"])), call["block"]
 
 
 def _scratch(backward: bool) -> Callable[[fx.Node], int]:

@@ -40,7 +40,8 @@ def test_the_wheel_has_fzero_alone_and_the_source_archive_has_both() -> None:
     """The archive has the tests, which import `lab`."""
     built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
     assert built["wheel"] == {"packages": ["fzero"]}
-    assert {"/fzero", "/lab", "/tests"} <= set(built["sdist"]["include"])
+    assert not {"/fzero", "/lab", "/tests"} & set(built["sdist"]["exclude"])
+    assert "include" not in built["sdist"], "all that git has but what is left out"
     assert not (ROOT / "fzero" / "lab").exists()
 
 
