@@ -225,8 +225,10 @@ def test_softcaps_and_sinks_are_those_of_materialised_scores(seed: int) -> None:
     call = drawn(seed)
     given_ends = ends(seed, call)
     wanted = by_hand(call, *given_ends, torch.float64)
-    bound = max(4 * BOUNDS[torch.float32], 4 * far(by_hand(call, *given_ends, torch.float32), wanted))
-    assert far(with_ends(call, *given_ends), wanted) <= bound  # a sink's gradient is a sum of many that cancel
+    found, alike = with_ends(call, *given_ends), by_hand(call, *given_ends, torch.float32)
+    assert far(found[:4], wanted[:4]) <= max(BOUNDS[torch.float32], 4 * far(alike[:4], wanted[:4]))
+    for mine, theirs in zip(found[4:], wanted[4:], strict=True):  # a sink's gradient: many terms that cancel
+        assert (mine - theirs).abs().max() <= 1e-5 * (1 + theirs.abs().max())
 
 
 @pytest.mark.parametrize("seed", range(3))
