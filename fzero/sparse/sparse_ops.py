@@ -204,7 +204,8 @@ def _factors(call: Call) -> Factors:
 def _sizes(node: fx.Node) -> tuple[Sizes, int]:
     call = Call.of(node)
     columns = None if call["columns"] is None else call["columns"].meta["val"]
-    return Sizes.of(call["q"].meta["val"], call["v"].meta["val"], columns, Rules(call["block"], call["left"], call["right"])), call["block"]
+    rules = Rules(call["block"], call["left"], call["right"])
+    return Sizes.of(call["q"].meta["val"], call["v"].meta["val"], columns, rules), call["block"]
 
 
 def _scratch(backward: bool) -> Callable[[fx.Node], int]:
