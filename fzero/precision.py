@@ -134,7 +134,8 @@ class Precision:
     gather: a codec for parameters: the loss is computed on what they are once they were encoded and decoded, and their
         messages are gathered. Gradients pass it straight through.
     sums: a codec for sums of activations over axes that cut dims, as those of tensor parallelism: each rank sends
-        messages, and they are added in fp32. Values without rows of 64 elements are summed as they are.
+        messages, and they are added in fp32. Coded is each sum of a value of two or more dims, whose last has 64
+        elements or more, in the forward and the backward; `exact` says nothing of them.
     exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, those of `keep`, and
         embeddings, which are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte",
         "wpe" or "shared".
@@ -253,6 +254,8 @@ class Precision:
         return self.reduce in FED
 
     def _exact(self, path: str, leaf: Tensor) -> bool:
+        if not leaf.numel():
+            return True
         if self.exact is None:
             return leaf.ndim < 2 or self._rule(path) is not None or _TABLE.search(path.lower()) is not None
         return leaf.ndim == 0 or any(tree.matches(rule, path) for rule in self.exact_rules)

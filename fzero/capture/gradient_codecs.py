@@ -47,6 +47,11 @@ def _check_error(joint: Joint, error: Any) -> None:
         raise CaptureError(
             f"value_and_grad(error=...): Precision(reduce={chosen.reduce!r}) feeds nothing back; reduce='sign' does"
         )
+    if joint.scale is not None:
+        raise CaptureError(
+            "value_and_grad(error=..., scale=...): what codes lose of one step is sent with the next, in the units of "
+            "a loss scale that changes. Leave scale out: bf16 needs none"
+        )
     wanted = [path for path, leaf in zip(joint.paths, joint.leaves, strict=True) if chosen.coding(path, leaf).reduce]
     paths, leaves, _ = tree.flatten(error)
     if odd := sorted({*wanted} ^ {*paths}):

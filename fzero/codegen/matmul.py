@@ -140,7 +140,8 @@ def products(graph: Graph) -> dict[str, Matmul]:
 def figures_of(asked: Mapping[str, Matmul], costs: Costs) -> dict[str, Figures]:
     """By question, the speed of both ways; those of which nothing is known are left out."""
     known = costs.find(list(asked), lambda question: measured(asked[question])) if asked else {}
-    return {question: of_it for question, of_it in known.items() if {asked[question].other, "torch"} <= of_it.keys()}
+    both = {question: of_it for question, of_it in known.items() if {asked[question].other, "torch"} <= of_it.keys()}
+    return {question: of_it for question, of_it in both.items() if of_it["torch"] > 0}  # 0: nothing was multiplied
 
 
 def rewritten(graph: Graph, chosen: set[Matmul]) -> Graph:
@@ -189,25 +190,45 @@ def measured(matmul: Matmul) -> Figures:
 
 def _part(matmul: Matmul) -> Matmul:
     """A matmul of about `LARGEST` multiplications, in 16 bits `LARGEST_NARROW`, of the same kind: its longest dimension
-    is cut.
+    is cut, and the next where 64 of it are still too many.
 
-    The dimension keeps its remainder by 64. A matmul whose operands are not dense is returned as it is.
+    A dimension keeps its remainder by 64. A matmul whose operands are not dense is returned as it is.
     """
-    roles = (("rows", "columns"), ("rows", "inner"), ("inner", "columns"))[-len(matmul.shapes) :]
-    forms = [_layout(*like) for like in zip(matmul.shapes, matmul.strides, strict=True)]
-    sizes = {role: size for shape, names in zip(matmul.shapes, roles, strict=True)
-             for role, size in zip(names[-len(shape) :], shape[-2:], strict=True)}  # fmt: skip
-    longest = max(sizes, key=sizes.__getitem__)
     most = LARGEST_NARROW if matmul.dtype in NARROW else LARGEST
-    size = most * sizes[longest] // matmul.multiplications // 64 * 64 + sizes[longest] % 64
-    if size >= sizes[longest] or not all(form in ("", ":t") for form in forms):
+    if not all(_layout(*like) in ("", ":t") for like in zip(matmul.shapes, matmul.strides, strict=True)):
         return matmul
+    while matmul.multiplications > most:
+        longest, length = max(_sizes(matmul).items(), key=lambda item: item[1])
+        left = most * length // matmul.multiplications // 64 * 64
+        size = max(left, 64) + length % 64
+        if size >= length:
+            break
+        matmul = _cut(matmul, longest, size)
+        if left >= 64:
+            break
+    return matmul
+
+
+def _roles(matmul: Matmul) -> tuple[tuple[str, str], ...]:
+    """The names of the last two dims of each operand."""
+    return (("rows", "columns"), ("rows", "inner"), ("inner", "columns"))[-len(matmul.shapes) :]
+
+
+def _sizes(matmul: Matmul) -> dict[str, int]:
+    """The size of each dimension."""
+    pairs = zip(matmul.shapes, _roles(matmul), strict=True)
+    return {role: n for shape, names in pairs for role, n in zip(names[-len(shape) :], shape[-2:], strict=True)}
+
+
+def _cut(matmul: Matmul, longest: str, size: int) -> Matmul:
+    """The matmul with at most `size` of a dimension."""
 
     def cut(shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[int, ...]:
         ends = zip(shape[-2:], names[-len(shape) :], strict=True)
         return (*shape[:-2], *(min(n, size) if role == longest else n for n, role in ends))
 
-    shapes = tuple(cut(*pair) for pair in zip(matmul.shapes, roles, strict=True))
+    forms = [_layout(*like) for like in zip(matmul.shapes, matmul.strides, strict=True)]
+    shapes = tuple(cut(*pair) for pair in zip(matmul.shapes, _roles(matmul), strict=True))
     return replace(matmul, shapes=shapes, strides=tuple(_strides(*pair) for pair in zip(shapes, forms, strict=True)))
 
 

@@ -4,7 +4,8 @@
     lost = sum - decode(encode(sum))                     is kept for the next step
 
 Source: arXiv 1901.09847 (error feedback fixes signSGD). A gradient is the sum over the microbatches of the step; what
-is lost is kept in units of their mean, so that a run may go on with another number of them.
+is lost is kept in units of their mean, so that a run may go on with another number of them. Of a loss that is a `Mean`
+it is in units of the sum: what is owed is divided by the count of the step that sends it.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch import fx
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
 from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, FED_MEAN, REDUCE, REGION
+from fzero.errors import SpecError
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
@@ -182,6 +183,11 @@ class _Builder:
             self.trainable |= trainable
         elif node.target is CODED_MEAN:
             coded_mean(self.to, node)
+        elif node.target is FED_MEAN and any(user not in self.to.where for user in node.users):
+            raise SpecError(
+                f"value_and_grad(error=...) {line_of(node)}: a gradient is of no leaf of the state, or of one that was "
+                "given twice. Give the state's own parameters, each once"
+            )
         elif node.target is REDUCE and node not in self.to.where:
             source, how, axis = fx_nodes.operand(node), str(node.args[1]), str(node.args[2])
             if self.to.plan.mesh.size(axis) == 1:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.capture.step_ops import FedCall
+from fzero.capture.step_ops import FED_MEAN, FedCall
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
 from fzero.ir.fed_mean import owed_by_all
@@ -35,7 +35,7 @@ def owed(to: Emitter, leaves: Sequence[Fed], parts: int, name: str, why: str) ->
     """Emits the sums of the gradients of a bucket and of what earlier codes have lost of them. Says where the new
     errors are, and returns the buffer of the sums. parts: microbatches whose mean is taken. name: of the new errors.
 
-    Raises SpecError for an error that is computed in the step.
+    Raises SpecError for an error that is computed in the step, read twice, or not kept.
     """
     calls = [FedCall.of(leaf.node) for leaf in leaves]
     errors = [call.error for call in calls]
@@ -44,6 +44,17 @@ def owed(to: Emitter, leaves: Sequence[Fed], parts: int, name: str, why: str) ->
             raise SpecError(
                 f"value_and_grad(error=...): {error.name} is computed in the step. Give it the state's own leaf: what "
                 "earlier steps returned"
+            )
+        if len([user for user in error.users if user.target is FED_MEAN]) > 1:
+            raise SpecError(
+                f"value_and_grad(error=...): {error.name} is given twice, and what is owed would be sent twice. Keep "
+                "an error for each value_and_grad"
+            )
+    for leaf, error in zip(leaves, errors, strict=True):
+        if not any(pick.args[1] == 1 for pick in leaf.node.users):
+            raise SpecError(
+                f"value_and_grad(error=...): the step does not keep the new error of {error.name}, so what its codes "
+                "lose would be forgotten. Return it in the state"
             )
     grad = to.buffers[leaves[0].ref.name]
     ranks = to.plan.bucket_layouts[grad.bucket or ""].grad.parts

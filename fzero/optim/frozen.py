@@ -28,7 +28,9 @@ def freeze_nu(
 ) -> Phases[GradientTransformation]:
     """AdamW for `after` steps of the run, then AdamW whose second moment keeps its value. For `Spec(optimizer=...)`.
 
-    learning_rate, betas, eps, weight_decay, bias_correction: as in `adamw`. after: steps of the run.
+    learning_rate, betas, eps, weight_decay, bias_correction: as in `adamw`. after: steps of the run, which are
+    updates of the second moment: give it more than a few if steps may be skipped, and to a state that AdamW has trained
+    the number of its updates.
 
     The phases are named "warmup" and "frozen". In the second `Precision(reduce="sign")` may code the gradients; in the
     first they travel whole. The state is AdamW's, in the parameters' dtypes. An element whose second

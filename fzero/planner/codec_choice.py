@@ -11,6 +11,7 @@ from dataclasses import replace
 from fzero.errors import SpecError
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.kernels.codecs import CODECS, FED
+from fzero.phases import each_of
 from fzero.planner.nothing_fits import NothingFitsError
 from fzero.planner.planned import Planned
 from fzero.spec import Spec
@@ -24,6 +25,7 @@ def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Calla
     NothingFitsError where nothing fits with any.
     """
     known = [name for name in CODECS if name not in FED]
+    codecs = [codecs] if isinstance(codecs, str) else codecs
     for name in codecs:
         if name not in known:
             raise SpecError(f"fzero.plan(codecs={tuple(codecs)!r}): {name!r} is none of {', '.join(known)}")
@@ -58,6 +60,9 @@ def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Calla
 
 def _coded(spec: Spec, codec: str) -> Spec:
     """The spec with a codec for gathers and reductions; what it leaves open stays so."""
-    made = replace(spec, precision=replace(spec.numerics.policy, gather=codec, reduce=codec))
+    policy = spec.numerics.policy
+    local = any(getattr(tx, "takes", "mean") == "local" for tx in each_of(spec.optimizer))  # it reduces them itself
+    reduce = codec if policy.reduce in (None, "fp32") and not local else policy.reduce
+    made = replace(spec, precision=replace(policy, gather=codec, reduce=reduce))
     made.__dict__["_given"] = spec.given | {"precision"}
     return made

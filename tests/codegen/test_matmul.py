@@ -304,12 +304,15 @@ def test_a_result_that_is_not_that_of_fp32_rules_onednn_out(monkeypatch: pytest.
         (product("addmm", (1, 50257), (256, 768), (768, 50257)), ((1, 2705), (256, 768), (768, 2705))),
         (product("baddbmm", (2, 1024, 4096), (2, 1024, 512), (2, 512, 4096)), None),
         (product("mm", (256, 768), (768, 640)), ((256, 768), (768, 640))),
+        (product("mm", (4096, 4096), (4096, 4096)), ((64, 2048), (2048, 4096))),
+        (replace(product("mm", (512, 768), (768, 3072)), dtype=torch.bfloat16), ((512, 512), (512, 64))),
+        (replace(product("bmm", (96, 256, 64), (96, 64, 256)), dtype=torch.bfloat16), ((96, 64, 64), (96, 64, 64))),
     ],
     ids=str,
 )
 def test_a_large_product_is_measured_in_part(one: Matmul, part: tuple[tuple[int, ...], ...] | None) -> None:
     cut = matmul._part(one)
-    assert cut.multiplications <= matmul.LARGEST + 64 * one.multiplications // max(map(max, one.shapes))
+    assert 0 < cut.multiplications <= matmul.LARGEST + 64 * one.multiplications // max(map(max, one.shapes))
     if part is not None:
         assert cut.shapes == part
     assert [matmul._layout(*x) for x in zip(cut.shapes, cut.strides, strict=True)] == [""] * len(cut.shapes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import cases
@@ -207,6 +208,57 @@ def test_a_step_whose_errors_are_not_its_gradients(precision: Any, error: Any, m
 
     with pytest.raises(CaptureError, match=message):
         fzero.lower(fzero.Spec(step=step, precision=precision), start(), rows(0), world_size=2)
+
+
+def kept_old(state: Any, batch: Tensor) -> Any:
+    loss, grads, _ = fzero.value_and_grad(cases.layers_loss, error=state["error"])(state["params"], batch)
+    return {**state, "params": tree.map(lambda p, g: p - g, state["params"], grads)}, {"loss": loss}
+
+
+def given_twice(state: Any, batch: Tensor) -> Any:
+    values = [fzero.value_and_grad(cases.layers_loss, error=state["error"])(state["params"], batch) for _ in range(2)]
+    (loss, grads, error), (_, more, _) = values
+    params = tree.map(lambda p, g, h: p - g - h, state["params"], grads, more)
+    return {"params": params, "error": error}, {"loss": loss}
+
+
+def of_no_leaf(state: Any, batch: Tensor) -> Any:
+    doubled = tree.map(lambda p: 2 * p, state["params"])
+    loss, grads, error = fzero.value_and_grad(cases.layers_loss, error=state["error"])(doubled, batch)
+    return {"params": tree.map(lambda p, g: p - g, state["params"], grads), "error": error}, {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (kept_old, "does not keep the new error"), (given_twice, "is given twice|does not keep the new error"),
+        (of_no_leaf, "of no leaf of the state"),
+    ],
+)  # fmt: skip
+def test_a_step_that_would_lose_errors(step: Any, message: str) -> None:
+    state = {"params": start(), "error": fzero.first_error(start(), SIGN)}
+    with pytest.raises(SpecError, match=message):
+        fzero.lower(fzero.Spec(step=step, precision=SIGN), state, rows(0), world_size=2)
+
+
+def test_a_scale_is_refused_beside_errors() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        given = {"error": state["error"], "scale": torch.tensor(2.0)}
+        loss, grads, error = fzero.value_and_grad(cases.layers_loss, **given)(state["params"], batch)
+        return {"params": grads, "error": error}, {"loss": loss}
+
+    state = {"params": start(), "error": fzero.first_error(start(), SIGN)}
+    with pytest.raises(CaptureError, match="units of a loss scale"):
+        fzero.lower(fzero.Spec(step=step, precision=SIGN), state, rows(0), world_size=2)
+
+
+def test_an_empty_leaf_is_no_leaf_to_code() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"]).square().mean() + p["e"].sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), precision=Precision(reduce="sign", exact=("b",)))
+    params = {"w": torch.ones(8, 8), "e": torch.ones(0, 5), "b": torch.ones(1)}
+    fzero.lower(dataclasses.replace(spec, allow_unused=True), params, rows(0), world_size=2)
 
 
 def test_an_error_that_the_step_computes_is_refused() -> None:
