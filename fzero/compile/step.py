@@ -40,6 +40,7 @@ from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
 from fzero.runtime.cuda_graphs import obstacle
 from fzero.shard.coded_sums import coded_sums
+from fzero.shard.owned_operands import owned_operands
 from fzero.spec import Spec
 
 LARGE = 8  # logits that are more than one part of so many of a budget are worth a word
@@ -104,7 +105,10 @@ def _lower(
     local, sharding = local_step(graph, plan, wanted.sequence)
     if sharding is not None and (codec := step.precision.sums) is not None:
         local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
-    local = pad.padded(spelled(local))
+    local = spelled(local)
+    if sharding is not None:
+        local = replace(local, regions=tuple(replace(x, gm=owned_operands(x.gm)) for x in local.regions))
+    local = pad.padded(local)
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
