@@ -180,6 +180,7 @@ def _own() -> dict[Any, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("target", _own(), ids=str)
+@pytest.mark.sampled(4)
 def test_so_is_that_of_an_op_of_fzero(target: Any) -> None:
     operands, graph = _own()[target], fx.Graph()
     holders = [graph.placeholder(f"x{i}") if isinstance(a, torch.Tensor) else a for i, a in enumerate(operands)]

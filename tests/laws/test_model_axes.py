@@ -75,7 +75,7 @@ GRIDS: dict[str, tuple[dict[str, int], Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 def test_loss_and_gradients_are_those_of_one_rank(name: str, fused: bool) -> None:
     mesh, rules, given = GRIDS[name]
     model = gpt(fused)
@@ -107,6 +107,7 @@ def test_no_bit_changes_with_the_stage(zero: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.sampled(1)
 def test_beside_a_pipeline(schedule: str) -> None:
     model = gpt(layers=4)
     mesh = {"pp": 2, "tp": 2, "mp": 2}

@@ -70,7 +70,7 @@ def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
     return fzero.Spec(loss=model.loss, optimizer=tx, **options)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model", ["mlp", "tiles of untied"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_bits_do_not_depend_on_where_leaves_are_held(
         assert tiled == (model != "mlp")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("home", ["optimizer on cpu", "all on cpu", "all on nvme"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
@@ -184,6 +184,7 @@ def test_bits_on_two_data_axes_do_not_depend_on_where_leaves_are_held(
 
 @pytest.mark.parametrize(("beside", "chosen"), [(0.999, "each"), (1.001, "end")])
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])
+@pytest.mark.sampled(1)
 def test_what_moves_a_planned_peak_does_not_choose_reduce(
     mesh: dict[str, int], beside: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

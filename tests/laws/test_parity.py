@@ -136,6 +136,7 @@ def test_programs_train_as_torch_does(model: str, optimizer: str, world: int) ->
 
 
 @pytest.mark.parametrize("model", ["gpt", "untied"])
+@pytest.mark.sampled(1)
 def test_path_rules_train_as_torch_does(model: str) -> None:
     rules = {r: stage for r, stage in MIXED.items() if r == "**" or any(tree.matches(r, p) for p in paths(model))}
     assert len(rules) > 1

@@ -159,7 +159,7 @@ def in_plain_torch(
 
 
 @pytest.mark.parametrize("seed", range(120))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_is_drawn_has_the_bits_of_no_pipeline(seed: int) -> None:
     """And the losses and parameters of plain PyTorch."""
     mesh, schedule, given, rules, shape = draw(seed)

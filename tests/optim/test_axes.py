@@ -94,7 +94,7 @@ def spec(name: str, **given: Any) -> fzero.Spec:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_the_numbers_of_one_process(name: str, axis: str) -> None:
     given = AXES[axis]
     if TABLE[name][axis] == "no":
@@ -110,6 +110,7 @@ def test_the_numbers_of_one_process(name: str, axis: str) -> None:
 
 
 @pytest.mark.parametrize("axis", ["pp", "tp", "pp x tp"])
+@pytest.mark.sampled(1)
 def test_adafactor(axis: str) -> None:
     test_the_numbers_of_one_process("adafactor", axis)
 

@@ -128,7 +128,7 @@ def test_less_memory_is_bought_with_time() -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
     """A random model, memory, world and machine: all candidates are lowered, and none that fits is predicted more than
     2 % faster than the answer, beyond what the default is given."""

@@ -154,6 +154,7 @@ def test_sharded_weights_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled(2)
 def test_a_gradient_can_be_differentiated_again(name: str) -> None:
     params, loss, x = of(name, bidirectional=True)
 
