@@ -120,7 +120,9 @@ def _lower(
     try:
         roles = _roles(naive(local, plan, reduce=reduce.value, transport=transport), plan, asked, options, schedule)
     except SpecError as error:  # of a budget, which may not choose other bits
-        raise SpecError(f"{error}{_other_bits(step, graph, reduce, wanted)}") from None
+        if not (more := _other_bits(step, graph, reduce, wanted)):
+            raise
+        raise SpecError(f"{error}{more}") from None
     programs = {number: role.program for number, role in roles.items()}
     decided = {number: role.decided for number, role in roles.items()}
     cut = UNCUT if plan.cut is None else plan.cut.choice

@@ -75,8 +75,8 @@ class TensorCores:
 
         >>> h100 = TensorCores(flops=798e12, processors=132, unaligned=120e12)
         >>> up = Product(1, 8192, 5120, 1280, 2)
-        >>> round(up.flops / h100.seconds(up, 3e12) / 1e12)  # 702 of 798: 640 tiles are 4.8 waves
-        702
+        >>> round(up.flops / h100.seconds(up, 3e12) / 1e12)  # 703 of 798: 640 tiles are 4.8 waves
+        703
         """
         if not product.aligned:
             return product.flops / self.unaligned

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def narrow_gradients(program: Program) -> Program:
     """The program with narrower columns of gradients, where only an update that casts them itself reads them."""
     if program.microbatches > 1:
-        return program
+        return rewrite.Edits().apply(program, "narrow_gradients")
     uses = _uses(program)
     dtypes = {name: dtype for name, use in uses.items() if (dtype := _narrow(program, use)) is not None}
     edits = rewrite.Edits()
