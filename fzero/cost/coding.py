@@ -132,11 +132,7 @@ def sentence(programs: Mapping[int, Program], policy: Precision, rates: Rates | 
     asked = ", ".join(f"{name}={value}" for name, value in given.items() if value in CODECS)
     if asked:
         most = max((coding(program, policy, rates) for program in programs.values()), key=lambda found: found.sent)
-        return (
-            f"{asked}: {most}"
-            if most.sent
-            else f"{asked}: nothing travels in messages, so no gradient and no sum is coded"
-        )
+        return f"{asked}: {most}" if most.sent else f"{asked}: nothing travels in messages, so nothing is coded there"
     if rates is None or backend.of_transport(programs[0].transport) is not backend.CPU:
         return ""
     saved, cost = map(max, zip(*(_untaken(program, rates) for program in programs.values()), strict=True))
