@@ -36,7 +36,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.field_checks import choice, needs, path_rules
-from fzero.kernels.codecs import CODECS, EXACT, FED, Coding
+from fzero.kernels.codecs import CODECS, EXACT, Coding
 
 DTYPES = {
     "fp32": torch.float32,
@@ -46,7 +46,7 @@ DTYPES = {
 }
 AUTOCAST = {"autocast": torch.bfloat16, "autocast_fp16": torch.float16}
 LOW = (torch.bfloat16, torch.float16)
-_CODECS = tuple(name for name in CODECS if name not in FED)
+_CODECS = tuple(name for name, codec in CODECS.items() if not codec.feedback)
 _TABLE = re.compile(r"emb|tok|pos|vocab|\b(wte|wpe|shared)\b")  # a part of the name of an embedding
 _MOST = 2.0**127  # of a loss scale: fp32 holds it
 
@@ -251,7 +251,7 @@ class Precision:
     @property
     def feeds_back(self) -> bool:
         """Whether what the codes of gradients lose is a part of the state."""
-        return self.reduce in FED
+        return self.reduce in CODECS and CODECS[self.reduce].feedback
 
     def _exact(self, path: str, leaf: Tensor) -> bool:
         if not leaf.numel():

@@ -212,9 +212,13 @@ class Spec:
         if name and name not in phases.each:
             raise SpecError(f"phase={name!r}: needed one of {', '.join(map(repr, phases.each))}")
         field_name = "optimizer" if self.step is None else "step"
-        chosen = replace(self, **{field_name: phases[name or phases.first]})
-        chosen.__dict__["_given"] = self.given
-        return chosen
+        return self.but(**{field_name: phases[name or phases.first]})
+
+    def but(self, **fields: Any) -> Spec:
+        """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.)"""
+        made = replace(self, **fields)
+        made.__dict__["_given"] = self.given | fields.keys()
+        return made
 
     def _group(self, record: type[Group]) -> Group:
         return record(**{f.name: getattr(self, f.name) for f in fields(record)})  # type: ignore[arg-type]

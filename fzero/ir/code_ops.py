@@ -42,6 +42,10 @@ class CodeOps:
         return self.codec.name
 
     @property
+    def feedback(self) -> bool:
+        return self.codec.feedback
+
+    @property
     def per(self) -> Fraction:
         return Fraction(BLOCK, self.codec.block_bytes)
 

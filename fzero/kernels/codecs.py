@@ -39,12 +39,14 @@ _PACK = 0x0102040810204080  # times eight bytes of 0 or 1: the highest byte has 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """bits: of an element's code. levels: the code of a block's largest magnitude, 0 for signs. dtype: of one code."""
+    """bits: of an element's code. levels: the code of a block's largest magnitude, 0 for signs. dtype: of one code.
+    feedback: it loses so much that what it loses of gradients is sent later."""
 
     name: str
     bits: int
     levels: float
     dtype: torch.dtype
+    feedback: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -59,12 +61,9 @@ CODECS = {
         BlockCodec("int4", 4, 7.0, torch.int8),
         BlockCodec("e4m3", 8, 448.0, torch.float8_e4m3fn),
         BlockCodec("e5m2", 8, 57344.0, torch.float8_e5m2),
-        BlockCodec("sign", 1, 0.0, torch.uint8),
+        BlockCodec("sign", 1, 0.0, torch.uint8, feedback=True),
     )
 }
-
-
-FED = ("sign",)  # codecs that lose so much that what they lose of gradients is sent later
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from fzero.ir.code_ops import CodeOps, encode_leaves
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import StepPhase
 from fzero.ir.records import DTYPE_NAMES, Buffer, Ref, SlotKey
-from fzero.kernels.codecs import FED
 from fzero.lowering.emit import Emitter, line_of
 from fzero.lowering.lower_fed import Fed, owed
 from fzero.plan.wires import AnyWire, CastTo, Elementwise, Wire
@@ -104,7 +103,7 @@ class RegionBuilder:
         loss's precision; None: as they are."""
         held = self.region.values[i].dtype
         asked, wire = self.region.wire.get(i, held), self.to.plan.bucket_layouts[bucket].wire
-        if wire is not None and (i in self.fed or wire.name not in FED):
+        if wire is not None and (i in self.fed or not wire.feedback):
             return wire
         return None if asked is held else Wire(DTYPE_NAMES[asked], asked, CastTo(asked), CastTo(held))
 

@@ -32,6 +32,7 @@ class Wire:
     dtype: torch.dtype
     encode: Elementwise
     decode: Elementwise
+    feedback: bool = False  # whether what it loses of gradients is sent later
 
 
 AnyWire = Wire | CodeOps

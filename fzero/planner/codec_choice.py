@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fzero.errors import SpecError
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
-from fzero.kernels.codecs import CODECS, FED
+from fzero.kernels.codecs import CODECS
 from fzero.phases import each_of
 from fzero.planner.nothing_fits import NothingFitsError
 from fzero.planner.planned import Planned
@@ -24,7 +24,7 @@ def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Calla
     planned: the plan of a spec. Raises SpecError for a name that is no codec, and for a spec that has one already;
     NothingFitsError where nothing fits with any.
     """
-    known = [name for name in CODECS if name not in FED]
+    known = [name for name, codec in CODECS.items() if not codec.feedback]
     codecs = [codecs] if isinstance(codecs, str) else codecs
     for name in codecs:
         if name not in known:
@@ -63,6 +63,4 @@ def _coded(spec: Spec, codec: str) -> Spec:
     policy = spec.numerics.policy
     local = any(getattr(tx, "takes", "mean") == "local" for tx in each_of(spec.optimizer))  # it reduces them itself
     reduce = codec if policy.reduce in (None, "fp32") and not local else policy.reduce
-    made = replace(spec, precision=replace(policy, gather=codec, reduce=reduce))
-    made.__dict__["_given"] = spec.given | {"precision"}
-    return made
+    return spec.but(precision=replace(policy, gather=codec, reduce=reduce))

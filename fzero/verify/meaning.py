@@ -25,7 +25,7 @@ from fzero.ir.mesh import parts_of
 from fzero.ir.program import Program
 from fzero.ir.recorder import record
 from fzero.ir.records import SlotKey
-from fzero.kernels.codecs import FED, codec_named, message_bytes
+from fzero.kernels.codecs import codec_named, message_bytes
 from fzero.plan.state_plan import Plan
 from fzero.plan.wires import Wire
 from fzero.verify.terms import (
@@ -132,7 +132,7 @@ def _region_terms(
                     values[user] = reduced(_sum(parts), "sum", axis, n, divisor)
                 else:
                     wire = plan.bucket_layouts[places[index][0]].wire
-                    if wire is not None and wire.name in FED:
+                    if wire is not None and wire.feedback:
                         wire = None  # of another phase, whose gradients are coded
                     coders = wire if isinstance(wire, CodeOps) else _coders(wire, region, index)
                     inner, *outer = _travelled(plan, axis, divisor, coders)

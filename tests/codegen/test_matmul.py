@@ -197,12 +197,15 @@ def test_the_account_covers_what_onednn_allocates(
     covers(name, sizes, layouts, form)
 
 
-@given(
+CALLS = (
     st.sampled_from(matmul.NAMES),
     st.tuples(st.integers(1, 400), st.integers(1, 2000), st.integers(1, 700)),
     st.sampled_from(["nn", "nt", "tn"]),
     st.sampled_from(["default", "out"]),
 )
+
+
+@given(*CALLS)
 @settings(max_examples=10, deadline=None, derandomize=True, database=None)
 def test_the_account_covers_what_onednn_allocates_at_any_size(
     name: str, sizes: tuple[int, int, int], layouts: str, form: str
@@ -210,12 +213,7 @@ def test_the_account_covers_what_onednn_allocates_at_any_size(
     covers(name, sizes, layouts, form)
 
 
-@given(
-    st.sampled_from(matmul.NAMES),
-    st.tuples(st.integers(1, 400), st.integers(1, 2000), st.integers(1, 700)),
-    st.sampled_from(["nn", "nt", "tn"]),
-    st.sampled_from(["default", "out"]),
-)
+@given(*CALLS)
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 def test_the_account_covers_what_a_widened_product_allocates(
     name: str, sizes: tuple[int, int, int], layouts: str, form: str
