@@ -16,6 +16,9 @@ from torch import Tensor
 
 from fzero.errors import SpecError
 
+QUERIES = 64  # rows of smaller blocks are taken together up to so many queries, where that pays
+VISIT = 8192  # what a row costs beside its pairs, in pairs of a query and a key
+
 
 class Rules(NamedTuple):
     """Tokens of a block, and how far a query looks back and ahead, in tokens; -1 without a bound."""
@@ -48,15 +51,18 @@ class HeadSpan(NamedTuple):
 
 
 class BlockRow(NamedTuple):
-    """A block of queries.
+    """Blocks of queries that follow one another, and the keys that any of them looks at.
 
-    runs: its keys as (first, past the last) token. edges: (place among its keys, additive mask (block, block)).
-    blind: bool (block, 1), the queries without a key; None where there is none.
+    start: of its queries. runs: its keys as (first, past the last) token. edges: (place among its queries, among its
+    keys, additive mask (block, block)). hidden: an additive mask of its blocks of queries and of keys; None where each
+    looks at all. blind: bool (queries, 1), the queries without a key; None where there is none.
     """
 
-    number: int
+    start: int
+    queries: int
     runs: tuple[tuple[int, int], ...]
-    edges: tuple[tuple[int, Tensor], ...]
+    edges: tuple[tuple[int, int, Tensor], ...]
+    hidden: Tensor | None
     blind: Tensor | None
 
     @property
@@ -85,15 +91,39 @@ def spans(batch: int, heads: int, groups: int, table: Tensor | None, documents: 
 
 def rows(span: HeadSpan, count: int, rules: Rules, like: Tensor) -> Iterator[BlockRow]:
     """The rows of a span one by one, so that the masks of one are held at a time: on the device and of the dtype of
-    `like`. Raises SpecError for a bad table."""
+    `like`. A row is a block of queries, or some that follow one another. Raises SpecError for a bad table."""
     table = None if span.table is None else span.table.tolist()
     masks = _Masks(rules, like, span.ids)
-    for number in range(count):
-        reached = rules.columns(number, count)
-        columns: Sequence[int] = reached
-        if table is not None:
-            columns = [c for c in _checked(table[number], number, count) if c in reached]
-        yield _row(number, [c for c in columns if not masks.nothing(number, c)], masks)
+    many = together(rules.block, span.ids is not None)
+    for first in range(0, count, many):
+        group = []
+        for number in range(first, min(first + many, count)):
+            columns: Sequence[int] = rules.columns(number, count)
+            if table is not None:
+                columns = [c for c in _checked(table[number], number, count) if c in columns]
+            group.append([c for c in columns if not masks.nothing(number, c)])
+        if _pays(group, rules.block):
+            yield _row(first, group, masks)
+        else:
+            yield from (_row(first + i, [columns], masks) for i, columns in enumerate(group))
+
+
+def together(block: int, documents: bool) -> int:
+    """How many blocks of queries may be one row. With documents one: each pair of blocks may have a mask of its own."""
+    return 1 if documents else max(1, QUERIES // block)
+
+
+def most_keys(block: int, width: int, count: int, documents: bool) -> int:
+    """The most keys of a row, whatever the table says, of `count` blocks of which a query sees `width`."""
+    many = together(block, documents)
+    own = width * block
+    return min(count * block, many * own, own + VISIT * (many - 1) // (many * block))
+
+
+def _pays(group: Sequence[Sequence[int]], block: int) -> bool:
+    """Whether blocks of queries are one row: by the pairs that it computes, so that bits depend on the table alone."""
+    joined = len(group) * len(set().union(*group)) * block * block + VISIT
+    return joined <= sum(len(columns) * block * block + VISIT for columns in group)
 
 
 def _checked(columns: list[int], number: int, count: int) -> list[int]:
@@ -108,20 +138,26 @@ def _checked(columns: list[int], number: int, count: int) -> list[int]:
     return own
 
 
-def _row(number: int, columns: Sequence[int], masks: _Masks) -> BlockRow:
-    block, runs, edges = masks.rules.block, list[tuple[int, int]](), []
-    for place, column in enumerate(columns):
+def _row(first: int, group: Sequence[Sequence[int]], masks: _Masks) -> BlockRow:
+    block, runs = masks.rules.block, list[tuple[int, int]]()
+    union = sorted(set().union(*group))
+    for column in union:
         if runs and runs[-1][1] == column * block:
             runs[-1] = (runs[-1][0], (column + 1) * block)
         else:
             runs.append((column * block, (column + 1) * block))
-        if (mask := masks.of(number, column)) is not None:
-            edges.append((place * block, mask))
-    blind = None
-    if len(edges) == len(columns) and edges:  # else one block is seen by all
-        hidden = torch.stack([mask.isinf().all(-1, keepdim=True) for _, mask in edges]).all(0)
-        blind = hidden if bool(hidden.any()) else None
-    return BlockRow(number, tuple(runs), tuple(edges), blind)
+    place = {column: i * block for i, column in enumerate(union)}
+    edges, blind = [], []
+    for i, columns in enumerate(group):
+        own = [(column, masks.of(first + i, column)) for column in columns]
+        edges += [(i * block, place[column], mask) for column, mask in own if mask is not None]
+        blind.append(masks.blind([mask for _, mask in own]))
+    hidden = None
+    if any(len(columns) < len(union) for columns in group):
+        seen = [set(columns) for columns in group]
+        hidden = masks.additive(torch.tensor([[column not in own for column in union] for own in seen]))
+    unseeing = torch.cat(blind) if any(x is not masks.none and bool(x.any()) for x in blind) else None
+    return BlockRow(first * block, len(group) * block, tuple(runs), tuple(edges), hidden, unseeing)
 
 
 class _Masks:
@@ -129,8 +165,9 @@ class _Masks:
 
     def __init__(self, rules: Rules, like: Tensor, ids: Tensor | None) -> None:
         self.rules, self.like, self.ids = rules, like, ids
-        self.by_distance: dict[int, Tensor | None] = {}
+        self.by_distance: dict[int, Tensor] = {}
         self.inside = torch.arange(rules.block, device=like.device)
+        self.none = torch.zeros(rules.block, 1, dtype=torch.bool, device=like.device)
         blocks = [] if ids is None else ids.view(-1, rules.block).tolist()
         self.seen = [{i for i in own if i >= 0} for own in blocks]
         self.plain = [len(set(own)) == 1 for own in blocks]
@@ -145,17 +182,27 @@ class _Masks:
         if self.ids is None or (self.plain[row] and self.plain[column]):
             return bounds
         own, other = self.ids.view(-1, self.rules.block)[row], self.ids.view(-1, self.rules.block)[column]
-        mask = self._additive((own[:, None] != other) | (other < 0))
+        mask = self.additive((own[:, None] != other) | (other < 0))
         return mask if bounds is None else mask.add_(bounds)
 
-    def _of_bounds(self, distance: int) -> Tensor | None:
-        if distance not in self.by_distance:
-            (block, left, right), far = self.rules, distance * self.rules.block
-            seen = (left < 0 or far - (block - 1) >= -left) and (right < 0 or far + block - 1 <= right)
-            ahead = far + self.inside - self.inside[:, None]
-            hidden = ((ahead < -left) & (left >= 0)) | ((ahead > right) & (right >= 0))
-            self.by_distance[distance] = None if seen else self._additive(hidden)
-        return self.by_distance[distance]
+    def blind(self, masks: Sequence[Tensor | None]) -> Tensor:
+        """bool (block, 1): the queries of a block that see nothing, by the masks of all blocks that it looks at."""
+        if any(mask is None for mask in masks):
+            return self.none
+        hidden = [mask.isinf().all(-1, keepdim=True) for mask in masks if mask is not None]
+        return torch.stack(hidden).all(0) if hidden else ~self.none
 
-    def _additive(self, hidden: Tensor) -> Tensor:
-        return self.like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    def additive(self, hidden: Tensor) -> Tensor:
+        """0 and, where hidden, -inf."""
+        return self.like.new_zeros(hidden.shape).masked_fill_(hidden.to(self.like.device), -torch.inf)
+
+    def _of_bounds(self, distance: int) -> Tensor | None:
+        (block, left, right), far = self.rules, distance * self.rules.block
+        if (left < 0 or far - (block - 1) >= -left) and (right < 0 or far + block - 1 <= right):
+            return None
+        if distance not in self.by_distance:
+            ahead = far + self.inside - self.inside[:, None]
+            self.by_distance[distance] = self.additive(
+                ((ahead < -left) & (left >= 0)) | ((ahead > right) & (right >= 0))
+            )
+        return self.by_distance[distance]

@@ -205,7 +205,8 @@ def _sizes(node: fx.Node) -> tuple[Sizes, int]:
     call = Call.of(node)
     columns = None if call["columns"] is None else call["columns"].meta["val"]
     rules = Rules(call["block"], call["left"], call["right"])
-    return Sizes.of(call["q"].meta["val"], call["v"].meta["val"], columns, rules), call["block"]
+    documents = call["documents"] is not None
+    return Sizes.of(call["q"].meta["val"], call["v"].meta["val"], columns, rules, documents), call["block"]
 
 
 def _scratch(backward: bool) -> Callable[[fx.Node], int]:

@@ -21,7 +21,7 @@ from fzero.codegen.workspace import workspace_bytes
 from fzero.cost.flops import flops
 from fzero.errors import SpecError
 from fzero.shard.rules import strategies
-from fzero.sparse import row_attention, sparse_ops
+from fzero.sparse import block_rows, row_attention, sparse_ops
 
 # relative to fp64; of fp32 no closer than sdpa itself, whose scores may be large
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -74,14 +74,36 @@ def test_a_query_without_a_key_is_0_and_gives_nothing() -> None:
 
 
 def test_no_number_that_is_not_finite_is_hidden() -> None:
-    """A NaN in a key reaches the queries that see it, and none in a block that does not look at its block."""
-    call = drawn(1, batch=1, groups=1, repeat=1, rows=4, block=4, table="none", documents=False, bounds=(4, 0))
-    call.tensors[1][0, 0, 5] = torch.nan
+    """A NaN in a key reaches the queries that see it, and none in a row of 64 queries that does not look at it."""
+    call = drawn(1, batch=1, groups=1, repeat=1, rows=48, block=4, table="none", documents=False, bounds=(4, 0))
+    call.tensors[1][0, 0, 69] = torch.nan
     out = ours(call)[0]
     reached = out[0, 0].isnan().any(-1)
-    assert reached[call.mask[0, 0, :, 5]].all()
-    assert not reached[:4].any()
-    assert not reached[12:].any()
+    assert reached[call.mask[0, 0, :, 69]].all()
+    assert not reached[:64].any()
+    assert not reached[128:].any()
+
+
+@pytest.mark.parametrize(("block", "documents"), [(16, False), (16, True), (32, False), (64, False)])
+def test_small_blocks_are_one_row_where_that_pays(block: int, documents: bool) -> None:
+    """Of blocks that look at nearly the same keys; blocks that look at others stay apart. The numbers are the same."""
+    tokens = 1024
+    rows = tokens // block
+    near = [[i - 1, i] if i else [0, -1] for i in range(rows)]
+    far = [sorted((10 * i + j) % rows for j in range(10)) for i in range(rows)]
+    ids = torch.zeros(1, tokens, dtype=torch.int32) if documents else None
+    for table, queries in ((near, block if documents else 64), (far, block)):
+        columns = torch.tensor(table, dtype=torch.int32)[None, None]
+        (span,) = block_rows.spans(1, 2, 2, columns, ids)
+        found = [row.queries for row in block_rows.rows(span, rows, block_rows.Rules(block, -1, -1), torch.empty(0))]
+        assert found == [queries] * (tokens // queries)
+        blocks = torch.zeros(rows, rows, dtype=torch.bool)
+        for row, own in enumerate(table):
+            blocks[row, [c for c in own if c >= 0]] = True
+        mask = blocks.repeat_interleave(block, 0).repeat_interleave(block, 1).expand(1, 2, -1, -1)
+        draw = torch.Generator().manual_seed(block)
+        tensors = tuple(torch.randn(4, 1, 2, tokens, 8, generator=draw).unbind(0))
+        assert_close(SparseCall(tensors, columns, ids, (block, -1, -1, 0.3), mask))
 
 
 @pytest.mark.parametrize("seed", range(6))
