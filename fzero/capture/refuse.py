@@ -220,6 +220,10 @@ _STACKED = (
     "Write a Python loop, as in `for x in xs.unbind(0): ...`, and torch.stack its results: the program holds every "
     "turn; with fzero.scan it holds one"
 )
+_NO_FLEX = (
+    "fzero.sparse.attention computes windows, documents, softcaps and tables of blocks; "
+    "F.scaled_dot_product_attention takes a mask or a bias as attn_mask="
+)
 # beginning of the name of an op that takes functions -> the remedy
 _FUNCTIONS = {
     "cond": "Compute both and choose: torch.where(condition, a, b)",
@@ -227,7 +231,7 @@ _FUNCTIONS = {
     "x = torch.where(going_on, new, x)",
     "associative_scan": _STACKED,
     "map": f"{_STACKED}. Or torch.vmap",
-    "flex_attention": "F.scaled_dot_product_attention takes a mask or a bias as attn_mask=",
+    "flex_attention": _NO_FLEX,
 }
 
 
@@ -272,6 +276,8 @@ _TORCH_SAYS = {
     "x.detach().requires_grad_(), made in the loss",
     "Creating a new Tensor subclass": f"a tensor of another class is made. {PLAIN}",
     "self.shape_env must not be None": f"a nested tensor is made. {_RAGGED}",
+    "FlexAttention does not support backward": "torch's flex_attention has no gradient on the CPU, and on CUDA it runs "
+    f"functions of its own, which a program does not hold. {_NO_FLEX}",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

@@ -24,6 +24,7 @@ from capturing import (
 )
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention
 
 import fzero
 from fzero import CaptureError
@@ -146,6 +147,11 @@ def by_map(p: Any, b: Tensor) -> Tensor:
     return torch._higher_order_ops.map(lambda x: 2 * x, b * p["w"]).sum()  # here
 
 
+def by_flex(p: Any, b: Tensor) -> Tensor:
+    q = scores(p, b)
+    return flex_attention(q, q, q).sum()  # here
+
+
 def by_cond_of_data(p: Any, b: Tensor) -> Tensor:
     flag = torch.cond(b.sum() > 0, lambda x: x.sum(), lambda x: (2 * x).sum(), (b,))  # here
     return mean_square(p, b) * flag
@@ -215,6 +221,7 @@ UNTRACED: dict[Any, tuple[str, ...]] = {
     by_cond: ("torch's op cond runs functions of its own", "torch.where(condition, a, b)"),
     by_cond_of_data: ("torch's op cond", "torch.where(condition, a, b)"),
     by_while: ("torch's op while_loop", "Write a Python loop over a fixed number of turns", "torch.where"),
+    by_flex: ("runs functions of its own, which a program does not hold", "fzero.sparse.attention computes windows"),
     by_map: ("torch's op map", "Write a Python loop", "torch.vmap"),
     lower_right: ("a tensor of another class", "attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"),
     own_closed_over: ("reads tensor 'OWN', a Own", "Pass x.as_subclass(torch.Tensor)"),

@@ -28,6 +28,7 @@ from benchmarks import (
     tensor,
     tensor_models,
     timelines,
+    what_fits,
     worker,
 )
 from benchmarks.contenders import CONTENDERS, Setup
@@ -479,3 +480,23 @@ def test_a_pattern_of_attention_looks_at_a_tenth_of_the_pairs() -> None:
     q, k, v = torch.randn(3, 1, sparse.HEADS, 512, 8).unbind(0)
     calls = sparse.contenders("causal", sparse.layout("causal", 512))
     torch.testing.assert_close(calls["sparse"](q, k, v), calls["masked"](q, k, v), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", what_fits.REMAT)
+def test_a_window_is_ten_times_longer_than_scores_under_one_budget(remat: str) -> None:
+    """At equal recomputation: what ten times fewer tokens need by their scores is more than the window needs."""
+    small, tokens = what_fits.SHAPES["small"], 3840
+
+    def peak(name: str, tokens: int) -> int:
+        spec = what_fits.spec(small, name, remat, tokens)
+        like, batch = what_fits.params_like(small), what_fits.batch_like(tokens)
+        return fzero.lower(spec, like, batch, world_size=1).memory.peak
+
+    assert peak("scores", tokens) > 1_000_000_000 > peak("window", 10 * tokens)
+
+
+def test_the_contenders_of_what_fits_compute_the_same() -> None:
+    q, k, v = torch.randn(3, 1, 2, 640, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    by_scores = what_fits.attention("scores", 640)(q, k, v)
+    for name in ("masked", "window"):
+        torch.testing.assert_close(what_fits.attention(name, 640)(q, k, v), by_scores, rtol=1e-4, atol=1e-5)
