@@ -33,7 +33,7 @@ from fzero.cost.allocator import measured_peak
 HEADS, DIM, SHARE, MASKED = 4, 64, 0.1, 4096  # the most tokens of which a mask is tried
 # (pattern, tokens): the least that dense CPU seconds over the op's are to be
 WANTED = {("window", 4096): 6.0, ("causal", 4096): 3.5, ("causal", 16384): 3.5, ("causal", 512): 0.8}
-WANTED |= {("window", 512): 0.8}
+WANTED |= {("window", 512): 0.8, ("bigbird", 512): 0.8}
 
 
 def layout(pattern: str, tokens: int) -> sparse.BlockLayout:

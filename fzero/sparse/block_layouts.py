@@ -24,6 +24,7 @@ from fzero import random
 from fzero.errors import SpecError
 from fzero.sparse.block_layout import BlockLayout
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _DIRECTIONS = ("unidirectional", "bidirectional")
 
 
@@ -41,11 +42,9 @@ def sliding_window(seq_len: int, *, window: int, causal: bool = False, block: in
     # # # .
     . # # #
     """
-    if window < 1:
-        raise SpecError(f"sliding_window: window={window}; needed at least 1 token")
     block = block_for(seq_len) if block is None else block
-    _blocks("sliding_window", seq_len, block)
-    side = window - 1 if causal else window // 2
+    _blocks("sliding_window", seq_len, block, window=window)
+    side = min(window - 1 if causal else window // 2, seq_len)
     return BlockLayout(seq_len, block, left=side, right=0 if causal else side)
 
 
@@ -57,7 +56,7 @@ def block_for(seq_len: int) -> int:
     >>> block_for(512), block_for(4096 + 32)
     (64, 32)
     """
-    fits = [size for size in (64, 32, 16) if seq_len % size == 0]
+    fits = [size for size in (64, 32, 16) if type(seq_len) is int and seq_len % size == 0]
     if not fits:
         _blocks("sliding_window", seq_len, 16)
     return fits[0]
@@ -77,10 +76,9 @@ def from_mask(mask: Tensor, *, block: int = 16) -> BlockLayout:
 
     mask: bool. block: tokens of a block.
     """
-    if mask.dtype != torch.bool or mask.ndim != 3 or mask.shape[1] != mask.shape[2]:
-        raise SpecError(
-            f"from_mask: given {mask.dtype} of shape {tuple(mask.shape)}; needed bool (heads, tokens, tokens)"
-        )
+    square = isinstance(mask, Tensor) and mask.ndim == 3 and mask.shape[1] == mask.shape[2] and len(mask)
+    if not square or mask.dtype is not torch.bool:
+        raise SpecError(f"from_mask: given {_given(mask)}; needed bool (heads, tokens, tokens)")
     n = _blocks("from_mask", mask.shape[1], block)
     return BlockLayout.of_blocks(mask.view(len(mask), n, block, n, block).any(4).any(2), block)
 
@@ -89,14 +87,15 @@ def from_columns(columns: Tensor, *, block: int = 16, causal: bool = False) -> B
     """The blocks that a computation has chosen, as a learned attention does; it may run within a step.
 
     block: tokens of a block. causal: whether a query sees only itself and what is before it.
-    columns: int (1 or batch, 1 or heads, rows, width), the key blocks of each row in any order, each once; -1 is none.
+    columns: int (1 or batch, 1 or heads, rows, width), the key blocks of each row in any order, each once; a
+    negative number is none.
     """
-    if columns.ndim != 4 or columns.dtype.is_floating_point or columns.dtype is torch.bool:
-        given = f"{columns.dtype} of shape {tuple(columns.shape)}"
-        raise SpecError(f"from_columns: given {given}; needed int (batch, heads, rows, width)")
-    rows = columns.shape[2]
-    ordered = torch.sort(columns.where(columns >= 0, rows), dim=-1).values
-    own = ordered.masked_fill(ordered == rows, -1).to(torch.int32)
+    if not isinstance(columns, Tensor) or columns.ndim != 4 or columns.dtype not in INTEGERS:
+        raise SpecError(f"from_columns: given {_given(columns)}; needed int (batch, heads, rows, width)")
+    rows = columns.shape[2]  # a block that there is not stays one, which the op refuses
+    behind = columns.to(torch.int64).clamp(max=rows).where(columns >= 0, rows + 1)
+    ordered = torch.sort(behind, dim=-1).values
+    own = ordered.masked_fill(ordered > rows, -1).to(torch.int32)
     return BlockLayout(rows * block, block, own, right=0 if causal else None)
 
 
@@ -304,7 +303,12 @@ def _made(blocks: Tensor, block: int, attention: str) -> BlockLayout:
     return BlockLayout.of_blocks(blocks, block, right=0 if attention == "unidirectional" else None)
 
 
-def _blocks(name: str, seq_len: int, block: int) -> int:
+def _blocks(name: str, seq_len: int, block: int, **others: int) -> int:
+    for word, number in {"seq_len": seq_len, "block": block, **others}.items():
+        if type(number) is not int:
+            raise SpecError(f"{name}: {word}={number!r}; needed an int")
+        if word in others and number < 1:
+            raise SpecError(f"{name}: {word}={number}; needed at least 1")
     if block < 1 or seq_len < 1:
         raise SpecError(f"{name}: seq_len={seq_len}, block={block}; needed both at least 1")
     if seq_len % block:
@@ -313,6 +317,10 @@ def _blocks(name: str, seq_len: int, block: int) -> int:
             f"{seq_len + -seq_len % block}"
         )
     return seq_len // block
+
+
+def _given(x: object) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def _direction(name: str, attention: str) -> None:

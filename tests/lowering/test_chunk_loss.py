@@ -355,3 +355,26 @@ def test_an_evaluation_is_not_changed() -> None:
     state = fzero.init(params(), spec)
     shown = fzero.evaluate(state, batch(), lambda p, b: F.linear(body(p, b["x"]), p["head"], p["bias"]))
     assert torch.equal(shown, F.linear(body(params(), batch()["x"]), params()["head"], params()["bias"]))
+
+
+# --- an MLP by chunks, as docs/long-sequences.md writes it ------------------------------------------------------------
+
+
+def with_mlp(p: Params, b: Any, chunks: int, keep: Callable[..., Any]) -> Tensor:
+    """`keep(fn)` says what is kept of each chunk's MLP."""
+
+    def mlp(part: Tensor) -> Tensor:
+        return F.gelu(part @ p["head"].T) @ p["head"]
+
+    h = F.embedding(b["x"], p["embed"])
+    h = h + torch.cat([keep(mlp)(part) for part in h.chunk(chunks, 1)], 1)
+    return F.cross_entropy((torch.tanh(h @ p["w"]) @ p["embed"].T).flatten(0, 1), b["y"].flatten())
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+def test_an_mlp_by_chunks_has_the_bits_of_the_loop(chunks: int) -> None:
+    found = after(lambda p, b: with_mlp(p, b, chunks, fzero.remat), None)
+    value, new = expected(lambda p, b, chunks: with_mlp(p, b, chunks, lambda fn: fn), chunks)
+    assert found.losses() == [float(value)]
+    for name, leaf in new.items():
+        assert torch.equal(found.final[f"params/{name}"], leaf), name

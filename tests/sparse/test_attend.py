@@ -190,6 +190,38 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
         fzero.lower(spec, {"w": torch.ones(2)}, torch.ones(1, 1, 8, 2))
 
 
+def test_derivatives_that_it_has_not_are_refused() -> None:
+    """torch takes a missing forward-mode derivative to be 0, and has no torch.func.grad of a registered backward."""
+    q, k, v = torch.randn(3, 1, HEADS, TOKENS, 8).unbind(0)
+
+    def own(x: Tensor) -> Tensor:
+        return sparse.attention(x, k, v, WINDOW)
+
+    with pytest.raises(SpecError, match=r"forward-mode derivative .* which it has not. Take F.scaled_dot"):
+        torch.func.jvp(own, (q,), (q,))
+    with pytest.raises(SpecError, match=r"torch.func.grad of it is asked for. Take torch.autograd.grad"):
+        torch.func.grad(lambda x: own(x).sum())(q)
+    assert torch.equal(torch.vmap(own)(q[None])[0], own(q))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": torch.zeros(4)}, r"q is of shape \(4,\); needed \(batch, heads, tokens, dim\)"),
+        ({"k": [1.0]}, r"k is a list; needed \(batch, heads, tokens, dim\)"),
+        ({"layout": WINDOW.tokens()}, r"layout is a Tensor; needed .* sparse.from_mask\(mask\)"),
+        ({"documents": torch.zeros(1, TOKENS, dtype=torch.bool)}, r"documents is torch.bool .*; needed int \(1, 32\)"),
+        ({"documents": [0]}, r"documents is a list; needed a tensor of shape \(1, 32\)"),
+        ({"layout": sparse.from_columns(torch.tensor([[[[0, 4]]] * 1]).expand(1, 1, 4, 2), block=8)},
+         r"row 0 of the table is \[0, 4\]; needed blocks from 0 to 3"),
+    ],
+)  # fmt: skip
+def test_what_is_no_operand_is_refused(change: dict[str, Any], said: str) -> None:
+    q, k, v = torch.zeros(3, 1, HEADS, TOKENS, 8).unbind(0)
+    with pytest.raises(SpecError, match=said):
+        sparse.attention(**{"q": q, "k": k, "v": v, "layout": WINDOW, **change})
+
+
 @pytest.mark.acceptance
 def test_a_model_of_8192_tokens_follows_the_masked_one() -> None:
     """Two layers, twenty steps, on one core."""

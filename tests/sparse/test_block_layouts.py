@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -162,3 +164,25 @@ def test_refusals() -> None:
         layouts.variable(1, 64, attention="unidirectional", horizontal_global_attention=True)
     with pytest.raises(SpecError, match=r"needed int \(batch, heads, rows, width\)"):
         layouts.from_columns(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: layouts.sliding_window(64, window=4.5), r"window=4.5; needed an int"),  # type: ignore[arg-type]
+        (lambda: layouts.sliding_window(64.0, window=4), r"seq_len=64.0"),  # type: ignore[arg-type]
+        (lambda: layouts.sliding_window(64, window=0), r"window=0; needed at least 1"),
+        (lambda: layouts.from_mask([[True]]), r"from_mask: given a list; needed bool"),  # type: ignore[arg-type]
+        (lambda: layouts.from_mask(torch.ones(0, 16, 16, dtype=torch.bool)), r"needed bool \(heads, tokens, tokens\)"),
+        (lambda: layouts.from_columns([[0]]), r"from_columns: given a list; needed int"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_number_or_tensor_is_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        make()
+
+
+def test_a_window_longer_than_the_text_is_all_of_it() -> None:
+    assert torch.equal(
+        layouts.sliding_window(64, window=1 << 70, causal=True).tokens()[0], torch.ones(64, 64).tril() > 0
+    )
