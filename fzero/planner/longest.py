@@ -73,15 +73,17 @@ def longest(
     """
     if type(step) is not int or step < 1:
         raise SpecError(f"fzero.longest(step={step!r}): needed a positive int")
+    if type(dim) is not int or dim < 0:
+        raise SpecError(f"fzero.longest(dim={dim!r}): needed an int, 0 or more")
     batch_like = tree.plain(batch_like)
     start = _length(batch_like, dim)
-    first = spec if isinstance(spec, Spec) else spec(max(step, start // step * step))
+    first = _spec_of(spec, max(step, start // step * step))
     budget = first.device_bytes if device_bytes is None else device_bytes
     if type(budget) is not int or budget < 1:
         raise SpecError(f"fzero.longest(device_bytes={budget!r}): needed a positive int, bytes of a rank's device")
 
     def needed(length: int) -> int:
-        one = spec if isinstance(spec, Spec) else spec(length)
+        one = _spec_of(spec, length)
         batch = tree.map(lambda x: _resized(x, dim, length), batch_like)
         given: dict[str, Any] = {"world_size": world_size, "key": key}
         peak = lower(replace(one, device_bytes=None), params_like, batch, **given).memory.peak
@@ -147,6 +149,14 @@ class _Steps:
                 half = (low + high) // 2
                 low, high = (half, high) if self.fits(half) else (low, half)
         return Longest(low * self.step, self.peak(low), high * self.step, self.peak(high), self.budget)
+
+
+def _spec_of(spec: Spec | Callable[[int], Spec], length: int) -> Spec:
+    own = spec(length) if callable(spec) and not isinstance(spec, Spec) else spec
+    if not isinstance(own, Spec):
+        given = f"{'a function that returns ' if own is not spec else ''}a {type(own).__name__}"
+        raise SpecError(f"fzero.longest(spec={given}): needed a Spec, or a function of the length that returns one")
+    return own
 
 
 def _length(batch: Any, dim: int) -> int:

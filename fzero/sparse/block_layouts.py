@@ -308,7 +308,7 @@ def _blocks(name: str, seq_len: int, block: int, **others: int) -> int:
         if type(number) is not int:
             raise SpecError(f"{name}: {word}={number!r}; needed an int")
         if word in others and number < 1:
-            raise SpecError(f"{name}: {word}={number}; needed at least 1")
+            raise SpecError(f"{name}: {word}={number}; needed at least 1 token")
     if block < 1 or seq_len < 1:
         raise SpecError(f"{name}: seq_len={seq_len}, block={block}; needed both at least 1")
     if seq_len % block:

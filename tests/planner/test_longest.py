@@ -71,12 +71,21 @@ def test_a_spec_may_follow_the_length() -> None:
         ({"device_bytes": 1000}, r"16 tokens need .* so none fit. The least that works is device_bytes="),
         ({}, r"device_bytes=None\): needed a positive int"),
         ({"device_bytes": 1_000_000, "dim": 2}, r"no tensor has that dim; needed tensors of one length along dim 2"),
+        ({"device_bytes": 1_000_000, "dim": "x"}, r"dim='x'\): needed an int, 0 or more"),
         ({"device_bytes": 1_000_000, "step": 0}, r"step=0\): needed a positive int"),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError, match=said):
         fzero.longest(fzero.Spec(loss=loss, optimizer=SGD), LIKE, batch(64), **given)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"), [(None, "spec=a NoneType"), (lambda length: 3, "spec=a function that returns a int")]
+)
+def test_what_is_no_spec_is_refused(spec: Any, said: str) -> None:
+    with pytest.raises(SpecError, match=rf"{said}\): needed a Spec, or a function of the length"):
+        fzero.longest(spec, LIKE, batch(64), device_bytes=1_000_000)
 
 
 def test_lengths_that_differ_are_refused_by_name() -> None:

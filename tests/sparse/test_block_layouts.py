@@ -171,7 +171,7 @@ def test_refusals() -> None:
     [
         (lambda: layouts.sliding_window(64, window=4.5), r"window=4.5; needed an int"),  # type: ignore[arg-type]
         (lambda: layouts.sliding_window(64.0, window=4), r"seq_len=64.0"),  # type: ignore[arg-type]
-        (lambda: layouts.sliding_window(64, window=0), r"window=0; needed at least 1"),
+        (lambda: layouts.sliding_window(64, window=0), r"window=0; needed at least 1 token"),
         (lambda: layouts.from_mask([[True]]), r"from_mask: given a list; needed bool"),  # type: ignore[arg-type]
         (lambda: layouts.from_mask(torch.ones(0, 16, 16, dtype=torch.bool)), r"needed bool \(heads, tokens, tokens\)"),
         (lambda: layouts.from_columns([[0]]), r"from_columns: given a list; needed int"),  # type: ignore[arg-type]
