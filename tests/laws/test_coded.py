@@ -251,6 +251,18 @@ def own_step(state: Any, batch: Tensor, reduce: bool = True) -> Any:
     return tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
 
 
+def test_exact_of_nothing_codes_every_leaf_but_scalars() -> None:
+    both = Precision(gather="int8", exact=())
+    assert [both.coding("blocks/0/b", torch.zeros(*shape)).gather for shape in [(8,), (8, 8), ()]] == [
+        "int8",
+        "int8",
+        None,
+    ]
+    assert both.coding("wte", torch.zeros(8, 8)).gather == "int8"
+    with pytest.raises(SpecError, match=r"Precision\(exact=3\): needed path rules, as in"):
+        Precision(gather="int8", exact=3)  # type: ignore[arg-type]
+
+
 def test_what_codecs_refuse() -> None:
     with pytest.raises(SpecError, match=r"gather='fp8'\): needed one of int8, int4, e4m3, e5m2 or None"):
         Precision(gather="fp8")
