@@ -69,7 +69,9 @@ def plan(
         problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
         return _planned(one, problem, most, phase)
 
-    return fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
+    found = fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
+    names = {*found.choices} | ({"device_bytes"} if found.spec.device_bytes != spec.device_bytes else set())
+    return replace(found, spec=found.spec.with_plan(names))
 
 
 def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:

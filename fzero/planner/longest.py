@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.api import lower
+from fzero.compile.ahead import lower
 from fzero.errors import SpecError, leaf_name
 from fzero.spec import Spec
 

@@ -253,7 +253,7 @@ def own_step(state: Any, batch: Tensor, reduce: bool = True) -> Any:
 
 def test_exact_of_nothing_codes_every_leaf_but_scalars() -> None:
     both = Precision(gather="int8", exact=())
-    assert [both.coding("blocks/0/b", torch.zeros(*shape)).gather for shape in [(8,), (8, 8), ()]] == [
+    assert [both.coding("blocks/0/b", torch.zeros(shape)).gather for shape in [(8,), (8, 8), ()]] == [
         "int8",
         "int8",
         None,
