@@ -298,7 +298,7 @@ def test_what_codecs_refuse() -> None:
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
 @pytest.mark.sampled(1)
 def test_hugging_face_models_train_as_without_codecs(name: str, codecs: tuple[str, str], whole: bool) -> None:
-    """The loss of fifty steps (ten, in a sample) is within a hundredth."""
+    """The loss of each of fifty steps (ten, in a sample) is within a hundredth; norms and embeddings are exact."""
     case = hf_models.CASES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_hugging_face_models_train_as_without_codecs(name: str, codecs: tuple[st
         return fzero.Mean(*case.loss(apply(params, buffers, **given), batch))
 
     losses = []
-    for precision in ("fp32", Precision(gather=codecs[0], reduce=codecs[1], exact=("**/bias",))):
+    for precision in ("fp32", Precision(gather=codecs[0], reduce=codecs[1])):
         spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=3, transfers="p2p", precision=precision)
         losses.append(
             run(
