@@ -214,22 +214,17 @@ class Spec:
         field_name = "optimizer" if self.step is None else "step"
         return self.but(**{field_name: phases[name or phases.first]})
 
-    def but(self, **fields: Any) -> Spec:
-        """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.)"""
+    def but(self, planned: Iterable[str] = (), **fields: Any) -> Spec:
+        """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.) planned: the
+        names of fields that a plan chose."""
         made = replace(self, **fields)
-        made.__dict__.update(_given=self.given | fields.keys(), _planned=self.planned)
+        made.__dict__.update(_given=self.given | fields.keys(), _planned=self.planned.union(planned))
         return made
 
     @property
     def planned(self) -> frozenset[str]:
         """The names of the fields that `fzero.plan` chose; a checkpoint holds them (docs/choosing.md)."""
         return frozenset(self.__dict__.get("_planned", ()))
-
-    def with_plan(self, names: Iterable[str]) -> Spec:
-        """The spec as it is, with the names of the fields that a plan chose."""
-        made = self.but()
-        made.__dict__["_planned"] = frozenset(names)
-        return made
 
     def _group(self, record: type[Group]) -> Group:
         return record(**{f.name: getattr(self, f.name) for f in fields(record)})  # type: ignore[arg-type]

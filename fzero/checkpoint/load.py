@@ -67,8 +67,7 @@ def load(
     """Returns the state that `fzero.save` wrote.
 
     dir: a run's directory (its newest committed step) or one step's. spec: the spec to train with from here on. World,
-    ZeRO stage, buckets and microbatches may differ from those of the save. With `mesh="auto"` the checkpoint's plan
-    holds: fields that were not given are as `fzero.plan` chose them.
+    ZeRO stage, buckets and microbatches may differ from those of the save. `mesh="auto"`: as its plan has them.
 
     like: a State, or the params that `fzero.init` would get. A State is donated: its spec and its memory are used. Of
     params only the shapes are read. Without `like` the tree is made from the checkpoint, which knows dicts, lists,
@@ -102,9 +101,7 @@ def load(
     world = World.open("load", spec, like)
     with _typed(dir):
         chosen = _chosen(Path(dir), world, disk or Disk())
-        assert spec is not None  # or it would have been refused
-        if spec.mesh == AUTO:
-            spec = world.settled(_by_its_plan(chosen, spec, world, disk or Disk()))
+        spec = _settled(chosen, spec, world, disk or Disk())
 
         def filler() -> Filling:
             saved = Checkpoint(chosen, disk)
@@ -246,12 +243,15 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
     return dir / name.decode() if name else dir
 
 
-def _by_its_plan(directory: Path, spec: Spec, world: World, disk: Disk) -> Spec:
-    """The spec with what the checkpoint's plan chose, which rank 0 reads. Collective. Raises SpecError where it has
-    none, or one for another number of ranks."""
-    failure, told = world.failure, ""
+def _settled(directory: Path, spec: Spec | None, world: World, disk: Disk) -> Spec:
+    """The spec as it is, or, with `mesh="auto"`, with what the checkpoint's plan chose, which rank 0 reads. Collective
+    then. Raises SpecError where it has none, or one for another number of ranks."""
+    assert spec is not None  # or it would have been refused
+    if world.failure is not None or spec.mesh != AUTO:
+        return spec
+    failure, told = None, ""
     try:
-        if failure is None and world.rank == 0:
+        if world.rank == 0:
             told = json.dumps(read(directory, disk).plan)
     except Exception as error:
         failure = error
@@ -269,7 +269,7 @@ def _by_its_plan(directory: Path, spec: Spec, world: World, disk: Disk) -> Spec:
             f"mesh='auto': the plan in {directory} is for {ranks} ranks, and here are {world.size}. Plan for these: "
             f"fzero.plan(spec, params, batch, world_size={world.size}, hardware=...).spec"
         )
-    return found
+    return world.settled(found)
 
 
 def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Difference:

@@ -43,7 +43,8 @@ class Candidate:
     def spec(self, base: Spec, rules: Mapping[str, P] = EMPTY) -> Spec:
         """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
         used = {"shard": rules} if named(rules) & {name for name, _ in self.mesh} else {}
-        return replace(base, **{**self.fields, "mesh": dict(self.mesh), **used})
+        remat = getattr(self.remat, "rules", self.remat)
+        return replace(base, **{**self.fields, "mesh": dict(self.mesh), "remat": remat, **used})
 
     @property
     def fields(self) -> dict[str, Any]:

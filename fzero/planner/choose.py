@@ -22,6 +22,7 @@ from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import lowered_of, step_seconds
 from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
+from fzero.planner.some_layers import fewest_layers
 from fzero.planner.tensor_rules import tensor_rules
 from fzero.spec import Spec
 
@@ -71,7 +72,7 @@ def plan(
 
     found = fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
     names = {*found.choices} | ({"device_bytes"} if found.spec.device_bytes != spec.device_bytes else set())
-    return replace(found, spec=found.spec.with_plan(names))
+    return replace(found, spec=found.spec.but(planned=names))
 
 
 def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:
@@ -79,7 +80,7 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
     problem = replace(problem, rules=tensor_rules(problem))
     sketch = sketched(problem)
     found = search(problem, sketch, most)
-    best = found.best()
+    best = fewest_layers(found) or found.best()
     if best is None:
         raise nothing_fits(problem, sketch, found)
     own = found.rows[default(problem.spec, problem.world_size)]

@@ -16,7 +16,7 @@ from fzero.spec import Spec
 
 PRECISION = ("gather", "reduce")  # what a plan may choose of it
 PLAIN: dict[str, Any] = {
-    "mesh": dict, "zero": (int, str), "microbatches": int, "remat": str, "offload": (str, type(None)),
+    "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, type(None)),
     "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str, "device_bytes": int,
 }  # fmt: skip
 
@@ -26,7 +26,7 @@ def chosen_of(spec: Spec) -> dict[str, Any]:
 
     >>> from fzero import optim
     >>> spec = Spec(loss=lambda p, b: p["w"].sum(), optimizer=optim.sgd(0.1), shard={"w": P("tp", groups("tp", 3))[:1]})
-    >>> chosen_of(spec.but(mesh={"dp": 2}, zero=1).with_plan(["mesh", "zero"]))
+    >>> chosen_of(spec.but(mesh={"dp": 2}, zero=1, planned=["mesh", "zero"]))
     {'mesh': {'dp': 2}, 'zero': 1}
     """
     return {name: _as_data(name, getattr(spec, name)) for name in sorted(spec.planned)}
@@ -41,7 +41,7 @@ def with_chosen(spec: Spec, chosen: Any, where: str) -> Spec:
         raise SpecError(f"{where}: needed the fields of a plan by name, got {type(chosen).__name__}")
     values = {name: _value(spec, name, value, where) for name, value in chosen.items()}
     pinned = spec.given - {"mesh"}
-    return spec.but(**{name: value for name, value in values.items() if name not in pinned}).with_plan(chosen)
+    return spec.but(planned=chosen, **{name: value for name, value in values.items() if name not in pinned})
 
 
 def _as_data(name: str, value: Any) -> Any:

@@ -138,7 +138,7 @@ def test_what_cannot_is_refused_before_anything_is_allocated(name: str, monkeypa
 
     monkeypatch.setattr("fzero.session.world.storage.allocate", allocated)
     monkeypatch.setattr(heartbeat.ALONE, "label", heartbeat.ALONE.label)  # of the mesh that is made up here
-    for room in ("fzero.session.world", "fzero.compile.ahead"):
+    for room in ("fzero.session.world", "fzero.api"):
         monkeypatch.setattr(f"{room}.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
     with pytest.raises(fzero.SpecError, match=WHY[name]):
         fzero.init(params(), spec(name, mesh={"tp": 2}))
@@ -167,7 +167,7 @@ def test_an_optimizer_of_ones_own_that_needs_several_roles_is_refused_by_init(
 
     monkeypatch.setattr("fzero.session.world.transport_for", opened)
     monkeypatch.setattr(heartbeat.ALONE, "label", heartbeat.ALONE.label)  # of the mesh that is made up here
-    for room in ("fzero.session.world", "fzero.compile.ahead"):
+    for room in ("fzero.session.world", "fzero.api"):
         monkeypatch.setattr(f"{room}.mesh_of", lambda spec, size: fzero.ir.mesh.Mesh.of(spec.mesh | {"dp": 1}))
 
     def start(update: Any) -> None:

@@ -149,7 +149,7 @@ def test_rules_and_codecs_come_back_as_they_were() -> None:
         zero="hpz",
         prefetch=None,
     )
-    data = json.loads(json.dumps(chosen_of(made.with_plan(names))))
+    data = json.loads(json.dumps(chosen_of(made.but(planned=names))))
     again = with_chosen(spec(precision="bf16"), {k: v for k, v in data.items() if k != "precision"}, "here")
     assert (again.mesh, again.shard, again.zero) == (made.mesh, rules, "hpz")
     assert again.precision == "bf16"
