@@ -342,6 +342,7 @@ def check_spec(name: str, spec: Any) -> None:
         calls = {
             "init": "fzero.init(params, spec)",
             "lower": "fzero.lower(spec, params_like, batch_like)",
+            "plan": "fzero.plan(spec, params_like, batch_like, world_size=..., hardware=...)",
             "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
         }
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")

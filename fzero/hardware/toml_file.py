@@ -40,6 +40,8 @@ def load(machine: str | Path | Hardware) -> Hardware:
     """
     if isinstance(machine, Hardware):
         return machine
+    if not isinstance(machine, str | Path):
+        raise SpecError(f"hardware={machine!r}: needed a preset ({', '.join(presets())}), a TOML file or a Hardware")
     path = PRESETS / f"{machine}.toml" if str(machine) in presets() else Path(machine)
     try:
         text = path.read_text("utf-8")

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fzero.compile.lowered import Lowered
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.planner.candidates import Candidate, default, named
@@ -24,7 +24,7 @@ from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
 from fzero.planner.some_layers import fewest_layers
 from fzero.planner.tensor_rules import tensor_rules
-from fzero.spec import Spec
+from fzero.spec import Spec, check_spec
 
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
 
@@ -65,6 +65,10 @@ def plan(
     >>> planned.spec.zero, dict(planned.spec.mesh), planned.peak <= planned.memory
     (1, {'dp': 8}, True)
     """
+
+    check_spec("plan", spec)
+    if most is not None and (type(most) is not int or most < 1):
+        raise SpecError(f"fzero.plan(most={most!r}): needed a positive int")
 
     def planned(one: Spec) -> Planned:
         problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)

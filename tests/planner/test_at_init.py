@@ -100,7 +100,7 @@ def test_what_it_needs() -> None:
         fzero.init(params, spec(mesh=None), batch_like=BATCH)
     with pytest.raises(SpecError, match="fzero doctor --hardware"):
         fzero.init(params, spec(), batch_like=BATCH)
-    with pytest.raises(fzero.SpecError, match="nothing fits 1 ranks"):
+    with pytest.raises(fzero.SpecError, match="nothing fits 1 rank with"):
         fzero.init(params, spec(device_bytes=1000), batch_like=BATCH, hardware=TOY)
 
 
