@@ -41,7 +41,8 @@ class NothingFitsError(SpecError):
 def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFitsError:
     """The error for a problem of which no candidate fits."""
     machine = problem.machine
-    head = f"nothing fits {problem.world_size} rank{"s" * (problem.world_size > 1)} with {size(problem.budget)} each ({machine.name})"
+    ranks = f"{problem.world_size} rank{'s' * (problem.world_size > 1)}"
+    head = f"nothing fits {ranks} with {size(problem.budget)} each ({machine.name})"
     whole = [row for row in found.rows.values() if not row.refused]
     if not whole:
         first = next(iter(found.rows.values()))
