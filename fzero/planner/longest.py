@@ -73,6 +73,8 @@ def longest(
     """
     if type(step) is not int or step < 1:
         raise SpecError(f"fzero.longest(step={step!r}): needed a positive int")
+    if type(dim) is not int:
+        raise SpecError(f"fzero.longest(dim={dim!r}): needed a dim of the batch's tensors, as 1")
     batch_like = tree.plain(batch_like)
     start = _length(batch_like, dim)
     first = spec if isinstance(spec, Spec) else spec(max(step, start // step * step))
