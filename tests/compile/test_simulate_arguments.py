@@ -12,13 +12,13 @@ import fzero
 from fzero import optim
 from fzero.errors import FzeroError, SpecError
 
-LIKE = {"w": torch.empty(64, 64, device="meta")}
+LIKE = {"w": torch.empty(2048, 2048, device="meta")}
 SPEC = fzero.Spec(loss=lambda p, x: (x @ p["w"]).square().mean(), optimizer=optim.sgd(0.1), mesh={"dp": 2})
 
 
 @pytest.fixture(scope="module")
 def lowered() -> fzero.Lowered:
-    return fzero.lower(SPEC, LIKE, torch.empty(4, 64, device="meta"))
+    return fzero.lower(SPEC, LIKE, torch.empty(2048, 2048, device="meta"))
 
 
 def test_a_preset_by_its_name_is_the_machine(lowered: fzero.Lowered) -> None:
@@ -39,7 +39,7 @@ def test_a_preset_by_its_name_is_the_machine(lowered: fzero.Lowered) -> None:
         (lambda low: low.roofline(3), SpecError, "hardware=3"),
         (lambda low: fzero.verify(3), FzeroError, "needed a Program or .*got int"),
         (
-            lambda low: fzero.longest(SPEC, LIKE, torch.empty(4, 64), dim="1", device_bytes=10**6),
+            lambda low: fzero.longest(SPEC, LIKE, torch.empty(2048, 2048, device="meta"), dim="1", device_bytes=10**6),
             SpecError,
             r"longest\(dim='1'\): needed a dim",
         ),
