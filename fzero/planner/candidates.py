@@ -48,13 +48,14 @@ def fixed(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value for each field that may be open. mesh: the axes, the slowest first."""
+    """One value for each field that may be open. mesh: the axes, the slowest first. pipeline: None for the default."""
 
     mesh: tuple[tuple[str, int], ...]
     zero: Any
     microbatches: int
     remat: Any
     offload: Any
+    pipeline: Any = None
 
     def spec(self, base: Spec, rules: Mapping[str, P] = EMPTY) -> Spec:
         """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
@@ -79,14 +80,15 @@ class Candidate:
     def __str__(self) -> str:
         mesh = " ".join(f"{name}={size}" for name, size in self.mesh)
         offload = f" offload={self.offload}" if self.offload is not None else ""
-        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{offload}"
+        schedule = f" pipeline={self.pipeline}" if self.pipeline is not None else ""
+        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{offload}{schedule}"
 
 
 def default(spec: Spec, world_size: int) -> Candidate:
     """What the spec means without a planner."""
     auto = (("dp", world_size), *((axis, 1) for axis in sorted(named(spec.shard))))
     mesh = auto if spec.mesh == AUTO else mesh_of(spec, world_size).axes
-    return Candidate(mesh, fixed(spec.zero), spec.microbatches, fixed(spec.remat), fixed(spec.offload))
+    return Candidate(mesh, fixed(spec.zero), spec.microbatches, fixed(spec.remat), fixed(spec.offload), spec.pipeline)
 
 
 def candidates(
@@ -112,7 +114,7 @@ def candidates(
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
                 for remat in remats:
                     for offload in offloads:
-                        yield Candidate(mesh, zero, microbatches, remat, offload)
+                        yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline)
 
 
 def meshes(

@@ -20,6 +20,7 @@ from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import lowered_of, step_seconds
+from fzero.planner.schedule_choice import fastest_schedule
 from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
 from fzero.planner.some_layers import fewest_layers
@@ -43,7 +44,7 @@ def plan(
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
-    Open are the fields `mesh`, `zero`, `microbatches`, `remat` and `offload` that were not given to the Spec, and
+    Open are the fields `mesh`, `zero`, `microbatches`, `remat`, `offload` and `pipeline` that were not given, and
     `prefetch`, `bucket_bytes`, `reduce` and `update_on` where they are None. A field that was given is pinned, also
     where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names. A spec
     without `shard` gets rules over an axis `tp` where they save time (`fzero.planner.tensor_rules`).
@@ -87,11 +88,13 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
     best = fewest_layers(found) or found.best()
     if best is None:
         raise nothing_fits(problem, sketch, found)
+    best = fastest_schedule(found, best)
     own = found.rows[default(problem.spec, problem.world_size)]
     if found.fits(own) and own.seconds <= best.seconds / (1 - GAIN):
         best = found.rows[own.candidate] = found.whole(own.candidate)
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
-    open_ = [f.name for f in fields(Candidate) if f.name not in problem.given]
+    idle = {"pipeline"} if best.candidate.ranks.roles == 1 else set()
+    open_ = [f.name for f in fields(Candidate) if f.name not in problem.given | idle]
     choices = {name: _reason(name, best, table, found) for name in open_}
     if named(problem.rules.shard) & dict(best.candidate.mesh).keys():
         choices["shard"] = Choice(problem.rules.shard, "found by what a rank's part of the forward would take", CHOSEN)

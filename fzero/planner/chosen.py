@@ -17,7 +17,8 @@ from fzero.spec import Spec
 PRECISION = ("gather", "reduce")  # what a plan may choose of it
 PLAIN: dict[str, Any] = {
     "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, type(None)),
-    "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str, "device_bytes": int,
+    "pipeline": (str, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str,
+    "device_bytes": int,
 }  # fmt: skip
 
 
