@@ -20,7 +20,6 @@ from fzero.spec import Spec
 
 STAGES = (0, 1, 2, 3)
 REMATS = ("none", "full")
-OFFLOADS = (None, "optimizer", "optimizer+params")
 MOST_MICROBATCHES = 64
 EMPTY: Mapping[str, P] = MappingProxyType({})
 
@@ -44,6 +43,11 @@ class Rules(dict[str, Any]):
 def fixed(value: Any) -> Any:
     """The value of a field, as a candidate has it."""
     return Rules(value) if isinstance(value, Mapping) else value
+
+
+# gradients that wait to be clipped, or to be found finite, are as large as the parameters
+ALL = Rules({"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"})
+OFFLOADS = (None, "optimizer", "optimizer+params", ALL)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fzero.spec import Spec
 
 PRECISION = ("gather", "reduce")  # what a plan may choose of it
 PLAIN: dict[str, Any] = {
-    "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, type(None)),
+    "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, dict, type(None)),
     "pipeline": (str, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str,
     "device_bytes": int,
 }  # fmt: skip

@@ -345,3 +345,20 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
         planned(**options)
     with pytest.raises(SpecError, match=r"fzero.plan needed a Spec, got NoneType: call fzero.plan\("):
         fzero.plan(None, layers(1, 4), torch.empty(4, 4), world_size=1, hardware=TOY)  # type: ignore[arg-type]
+
+
+def test_gradients_that_wait_to_be_clipped_may_be_held_by_the_host() -> None:
+    """Where all else lies there already, they are the most that the device holds."""
+    base = {"mesh": {"dp": 1}, "zero": 0, "remat": "full", "microbatches": 1, "clip_norm": 1.0}
+    params, batch = layers(6, 128), torch.empty(4, 128, device="meta")
+
+    def peak(offload: Any) -> int:
+        mesh = Mesh((("dp", 1),))
+        lowered = fzero.lower(given(**base, offload=offload), params, batch, decisions=by_rates(TOY, mesh))
+        return lowered.memory.peak
+
+    without, with_them = peak("optimizer+params"), peak(dict(candidates.ALL))
+    assert with_them < without
+    found = fzero.plan(given(**base), params, batch, world_size=1, hardware=TOY, memory=(without + with_them) // 2)
+    assert found.spec.offload == candidates.ALL
+    assert found.peak <= (without + with_them) // 2
