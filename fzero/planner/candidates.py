@@ -29,10 +29,10 @@ def named(rules: Mapping[str, P] | None) -> set[str]:
     return {axis for dims in (rules or {}).values() for axis in dims.axes}
 
 
-class Rules(dict[str, Any]):
+class GivenRules(dict[str, Any]):
     """Path rules that were given, as a candidate has them: never changed, and a part of a key.
 
-    >>> Rules({"blocks/**": 3, "**": 1}) == Rules({"blocks/**": 3, "**": 1}), len({Rules({"a": 1}), Rules({"a": 1})})
+    >>> GivenRules({"blocks/**": 3, "**": 1}) == GivenRules({"blocks/**": 3, "**": 1}), len({GivenRules({"a": 1}), GivenRules({"a": 1})})
     (True, 1)
     """
 
@@ -42,11 +42,11 @@ class Rules(dict[str, Any]):
 
 def fixed(value: Any) -> Any:
     """The value of a field, as a candidate has it."""
-    return Rules(value) if isinstance(value, Mapping) else value
+    return GivenRules(value) if isinstance(value, Mapping) else value
 
 
 # gradients that wait to be clipped, or to be found finite, are as large as the parameters
-ALL = Rules({"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"})
+ALL = GivenRules({"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"})
 OFFLOADS = (None, "optimizer", "optimizer+params", ALL)
 
 
