@@ -37,13 +37,13 @@ from lab.mutate.oracle import difference, outcome
 
 UNBROKEN, EACH = (
     {
-        draw: 8,
-        draw_pipeline: 2,
+        draw: 6,
+        draw_pipeline: 1,
         draw_hierarchy: 1,
-        draw_offloaded: 2,
+        draw_offloaded: 1,
         draw_parallel: 1,
-        draw_coded: 2,
-        draw_windowed: 3,
+        draw_coded: 1,
+        draw_windowed: 2,
     },
     3,
 )

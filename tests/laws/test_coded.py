@@ -189,7 +189,7 @@ EXACT = ("norm/b",)
 
 def sent(world: int = 4, zero: int = 3, **given: Any) -> tuple[Counter[str], int]:
     """(bytes by kind of transfer, elements of the matrices) of a GPT whose leaves are matrices but for 1 %."""
-    init, loss = cases.gpt(vocab=2048, width=256, depth=4)
+    init, loss = cases.gpt(vocab=2048, width=256, depth=1)
     spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=zero, **given)
     program = fzero.lower(spec, init, cases.tokens(2, 64, 2048), world_size=world).program
     found: Counter[str] = Counter()
