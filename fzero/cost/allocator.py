@@ -36,7 +36,7 @@ def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tu
         calls.synchronize(device)
         return result, (calls.peak(device) or 0) - start
     collects = gc.isenabled()
-    gc.disable()  # garbage that is released while `fn` runs would count for it
+    gc.disable()  # or it is chance which cycles of `fn` are released while it runs
     try:
         with allocations() as events:
             result = fn()
