@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks import calibration
 from benchmarks.published import parts, published
 from fzero import hardware
 
 
-def test_published_steps_are_read_and_a_layer_is_what_the_formula_says() -> None:
-    """All rows; of one, the operations of a layer's products: six for each parameter and token, over the ranks of
-    tensor parallelism. Twice the microbatches take longer."""
+def test_published_steps_are_read() -> None:
     rows = list(published())
     assert len(rows) == 29
     assert {calibration.preset_of(row) for row in rows} <= set(hardware.presets())
-    row = next(row for row in rows if row.name == "mpt-125m")
+
+
+@pytest.mark.acceptance
+def test_a_layer_is_what_the_formula_says() -> None:
+    """The operations of a layer's products: six for each parameter and token, over the ranks of tensor parallelism.
+    Twice the microbatches take longer."""
+    row = next(row for row in published() if row.name == "mpt-125m")
     small = replace(row.shape, rows=1, length=512, tp=2, sequence=True)
     layer, rest = parts(small)
     assert (
