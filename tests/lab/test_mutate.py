@@ -103,7 +103,7 @@ def test_every_mutant_that_changes_meaning_is_refused(kind: str, benches: list[B
 
 def test_mutants_of_several_axes_are_refused() -> None:
     """One of each kind at least; 1,500 under `make acceptance`."""
-    report = run(count=12, seed=1, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
+    report = run(count=1, seed=1, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
     assert report.good, report
     assert min(report.changing[kind] for kind in AXES) >= 1
 
