@@ -37,14 +37,18 @@ os.environ.setdefault("FZERO_PROGRESS", "0")  # under load anything may take sec
 logging.getLogger("torch.__trace").propagate = True
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = [
-    "laws/test_cuda.py", "laws/test_pipeline.py", "laws/test_examples.py", "laws/test_custom_step.py",
-    "laws/test_mesh_processes.py", "laws/test_hangs.py", "laws/test_tensor_parallel.py", "laws/test_bitwise.py",
-    "lab/test_fuzz.py", "checkpoint/test_load.py", "verify/test_sharding.py",
-    "checkpoint/test_save.py", "api/test_precision.py", "codegen/test_matmul.py", "capture/test_ambient.py",
-    "comm/test_shared_memory.py", "laws/test_keys.py", "laws/test_hf.py", "laws/test_errors.py",
-    "laws/test_pipeline_formulas.py", "kernels/test_kernels.py", "runtime/test_compile_segments.py",
-    "laws/test_loss_scale.py", "random/test_keys.py", "lab/test_mutate.py", "laws/test_parity.py",
-    "passes/test_passes.py",
+    "laws/test_cuda.py", "laws/test_hangs.py", "laws/test_examples.py", "laws/test_coded.py", "laws/test_doctests.py",
+    "laws/test_offload.py", "planner/test_plan.py", "laws/test_tensor_parallel.py", "compile/test_decide.py",
+    "interop/test_trainer_meshes.py", "lab/test_fuzz_meshes.py", "kernels/test_kernels.py", "laws/test_tp_state.py",
+    "codegen/test_workspace.py", "laws/test_hf.py", "sparse/test_attend.py", "lab/test_mutate.py",
+    "interop/test_trainer_logged.py", "laws/test_custom_step.py", "laws/test_model_axes.py", "lab/test_fuzz.py",
+    "laws/test_mesh_processes.py", "interop/test_trainer.py", "lowering/test_chunk_loss.py",
+    "interop/test_trainer_foreign.py", "compile/test_lowered.py", "laws/test_loss_scale.py", "random/test_keys.py",
+    "api/test_error_feedback.py", "runtime/test_compile_segments.py", "checkpoint/test_save.py", "optim/test_onebit.py",
+    "interop/test_trainer_optimizers.py", "api/test_autocast.py", "checkpoint/test_checkpointer.py",
+    "laws/test_bitwise.py", "laws/test_keys.py", "laws/test_pipeline.py", "laws/test_errors.py", "api/test_training.py",
+    "tools/test_doctor.py", "interop/test_trainer_statistics.py", "laws/test_pipeline_tensor_parallel.py",
+    "laws/test_parity.py", "laws/test_cuda_cost.py", "laws/test_pipeline_formulas.py",
 ]  # fmt: skip
 
 
