@@ -215,7 +215,7 @@ def between(program: Program) -> dict[str, int]:
 
 def test_what_was_gathered_is_gathered_again_and_not_kept() -> None:
     """A layer then keeps its parts of the residual stream, and sends the bytes of its gathers once more."""
-    n, layers = 4, 3
+    n, layers = 4, 2
     model = gpt(fused=True, layers=layers, rows=16)
     plain, again = (
         kept.lower(
