@@ -159,7 +159,7 @@ def _own() -> dict[Any, tuple[Any, ...]]:
     scales = [torch.zeros(-(-size // 64)) for _ in range(2)]
     step = (torch.randn(size), torch.randn(size), codes[0], scales[0], codes[1], scales[1], torch.tensor(1),
             torch.tensor(1e-3, dtype=torch.float64), 0.9, 0.999, 1e-8, 0.1)  # fmt: skip
-    m, rest = torch.randn(256, 512), (5, 3.4445, -4.775, 2.0315, 1e-7)
+    m, rest = torch.randn(512, 1024), (5, 3.4445, -4.775, 2.0315, 1e-7)
     x, h, inputs, hidden = (torch.randn(shape) for shape in ((20, 16, 30), (16, 40), (120, 30), (120, 40)))
     layer = (x, h, None, inputs, hidden, None, None, None, "gru", False, True)
     results = ops.recurrent.default(*layer)
@@ -175,7 +175,7 @@ def _own() -> dict[Any, tuple[Any, ...]]:
         ops.orthogonalize.default: (m, *rest),
         ops.sum_squares.default: (torch.randn(100_000),),
         ops.stochastic_round.default: (torch.randn(100_000), torch.tensor(7)),
-        ops.orthogonalize_flat.default: (m.view(-1), [256, 512], *rest),
+        ops.orthogonalize_flat.default: (m.view(-1), [512, 1024], *rest),
     }
 
 
