@@ -100,7 +100,7 @@ def pasted_mesh(spec: fzero.Spec) -> int:
 
 
 def test_a_mesh_that_is_left_open_is_no_mesh_to_run_on() -> None:
-    with pytest.raises(SpecError, match=r"mesh='auto': fzero.plan chooses it"):
+    with pytest.raises(SpecError, match=r"mesh='auto': .* Here plan first: spec = fzero.plan"):
         fzero.lower(given(mesh="auto"), layers(1, 8), torch.empty(4, 8), world_size=2)
     assert planned(given(mesh="auto")).spec.mesh == usual().spec.mesh
 
@@ -318,3 +318,36 @@ def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] == 1 << 30
     assert by_rates(machine, Mesh((("dp", 1),))).bucket_bytes({}).value == BUCKET_BYTES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"zero": {"layers/0/**": 1, "**": 3}},
+        {"remat": {"layers/0/**": "full"}},
+        {"offload": {"opt_state/**": "cpu"}},
+        {"mesh": {"dp_out": 2, "dp": 2}, "zero": {"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_path_rules_are_pinned_as_other_values_are(fields: dict[str, Any]) -> None:
+    found = planned(given(**fields), most=2)
+    assert all(getattr(found.spec, name) == value for name, value in fields.items())
+    assert not fields.keys() & found.choices.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"most": 0}, r"most=0\): needed a positive int"),
+        ({"hardware": None}, r"hardware=None: needed a preset \(a100"),
+        ({"codecs": 3}, r"codecs=3\): needed names"),
+        ({"memory": "1GB"}, r"memory='1GB'\): needed a positive int"),
+        ({"rows": 0}, "its tensors have no rows"),
+    ],
+)
+def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        planned(**options)
+    with pytest.raises(SpecError, match=r"fzero.plan needed a Spec, got NoneType: call fzero.plan\("):
+        fzero.plan(None, layers(1, 4), torch.empty(4, 4), world_size=1, hardware=TOY)  # type: ignore[arg-type]
