@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fzero.api import lower
 from fzero.compile import fault_report
+from fzero.compile.ahead import lower
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import mesh_of
 from fzero.errors import SpecError

@@ -31,8 +31,9 @@ def attention(
     or with fewer heads, of which each serves heads / their number of q's. All of one dtype: fp64, fp32, bf16 or fp16.
     scale: None is dim ** -0.5. key_padding_mask: bool (batch, tokens), True at padding. documents: int (batch, tokens):
     a token sees tokens of its own id, of 32 bits; a negative id is padding. A token of padding, or without a key, has
-    the result 0 and gives no gradient. softcap: scores s become softcap tanh(s / softcap), as in Gemma 2. sinks: (heads,),
-    one more score of each head, which takes its part of every query's probabilities and has no value, as in gpt-oss.
+    the result 0 and gives no gradient. softcap: scores s become softcap tanh(s / softcap), as in Gemma 2. sinks:
+    (heads,), one more score of each head, which takes its part of every query's probabilities and has no value, as in
+    gpt-oss.
 
     Time and memory are linear in tokens for layouts whose rows do not grow. No probabilities are kept.
 
