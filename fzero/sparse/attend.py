@@ -53,12 +53,6 @@ def attention(
             "result instead: fzero.random.dropout(key, out, p)"
         )
     _operands(q, k, v, layout, sinks)
-    tokens = q.shape[-2]
-    if tokens != layout.seq_len:
-        needed = f"a layout of {tokens} tokens"
-        if tokens < layout.seq_len:
-            needed += f", or {layout.seq_len - tokens} tokens of padding and a key_padding_mask"
-        raise SpecError(f"attention: q has {tokens} tokens, the layout {layout.seq_len}; needed {needed}")
     ids = _ids(q, key_padding_mask, documents)
     rules, columns = layout.rules, layout.columns
     if columns is not None and columns.device != q.device:
@@ -90,6 +84,12 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, sinks: Tenso
             f"attention: layout is a {type(layout).__name__}; needed one of sparse.sliding_window and others, of a "
             "bool mask sparse.from_mask(mask)"
         )
+    tokens = q.shape[-2]
+    if tokens != layout.seq_len:
+        needed = f"a layout of {tokens} tokens"
+        if tokens < layout.seq_len:
+            needed += f", or {layout.seq_len - tokens} tokens of padding and a key_padding_mask"
+        raise SpecError(f"attention: q has {tokens} tokens, the layout {layout.seq_len}; needed {needed}")
     if any(unpack_dual(x).tangent is not None for x in (q, k, v, sinks) if x is not None):
         raise SpecError(
             f"attention: a forward-mode derivative (jvp, jacfwd) is asked for, which it has not. Take {_MASKED}"
