@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from fzero.compile.simulate import checked_rates
-from fzero.cost.memory import account
 from fzero.cost.step_time import op_spans
 from fzero.errors import SpecError
 from fzero.explain.as_page import page
@@ -48,7 +47,7 @@ def command(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{subject.name}: {program_report(program, spans.get(role), subject.lowered, role)}")
     if len(subject.programs) > 1:
-        print("\nROLES, at their peaks (--role shows one): " + roles_of(subject.programs))
+        print("\nROLES, at their peaks (--role shows one): " + roles_of(subject.accounts))
     return 0
 
 
@@ -67,7 +66,7 @@ def spans_of(subject: Subject, hardware: str | None) -> dict[int, Spans]:
 def role_of(subject: Subject, role: int | None) -> int:
     """The role that is shown."""
     if role is None:
-        return max(subject.programs, key=lambda number: account(subject.programs[number]).peak)
+        return max(subject.programs, key=lambda number: subject.accounts[number].peak)
     if role not in subject.programs:
         raise SpecError(f"--role {role}: there are the roles {', '.join(map(str, subject.programs))}")
     return role

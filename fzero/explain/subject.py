@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fzero.api import lower
 from fzero.compile import fault_report
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import mesh_of
+from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import SpecError
 from fzero.ir.parse import parse
 from fzero.ir.program import HEADER, Program
@@ -32,6 +34,11 @@ class Subject:
     name: str
     programs: Mapping[int, Program]
     lowered: Lowered | None = None
+
+    @cached_property
+    def accounts(self) -> Mapping[int, MemoryAccount]:
+        """By role, the planned peak."""
+        return {role: account(program) for role, program in self.programs.items()}
 
     @property
     def world_size(self) -> int:
