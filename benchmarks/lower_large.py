@@ -16,7 +16,6 @@ import json
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def problem() -> tuple[fzero.Spec, Any, Any]:
     """The step of 16,384 ranks in a form that fits them, with the batch of all: `fzero explain` reads it."""
     spec, params, batch = step(126, 16, 128, 8, 16, 8192)
     rows = {name: torch.empty(128 * len(x), *x.shape[1:], dtype=x.dtype, device="meta") for name, x in batch.items()}
-    return replace(spec, remat="full", sequence="tp"), params, rows
+    return spec.but(remat="full", sequence="tp"), params, rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:

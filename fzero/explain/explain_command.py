@@ -26,13 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="of the world, where the spec's mesh does not say it")
     parser.add_argument("--hardware", help=f"for seconds: a TOML file, or one of {', '.join(presets())}")
     parser.add_argument("--role", type=int, help="of a pipeline (default: the one that needs most memory)")
+    parser.add_argument("--phase", default="", help="of a spec with fzero.Phases, which one (default: the first)")
     parser.add_argument("--leaf", help="the road of one leaf, as blocks/3/w")
     parser.add_argument("--html", type=Path, help="write one page that needs no other file, instead of text")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints the explanation, or writes the page."""
-    subject = read(arguments.subject, arguments.ranks)
+    subject = read(arguments.subject, arguments.ranks, arguments.phase)
     spans = spans_of(subject, arguments.hardware)
     if arguments.leaf is not None and arguments.html is None:
         found = road(subject.programs, arguments.leaf)

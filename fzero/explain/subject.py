@@ -46,12 +46,12 @@ class Subject:
         return next(iter(self.programs.values())).world_size
 
 
-def read(text: str, ranks: int | None = None) -> Subject:
+def read(text: str, ranks: int | None = None, phase: str = "") -> Subject:
     """The subject that a word of the command line names.
 
     text: `FILE.py:FUNCTION`, a function that returns (spec, params_like, batch_like), the batch of all ranks together;
     a file with the text of a program, a folder with `program.txt`, or a report of a fault. ranks: of the world, for a
-    spec whose mesh does not say it. Raises SpecError for anything else.
+    spec whose mesh does not say it. phase: of a spec with phases, "" for the first. Raises SpecError for anything else.
     """
     path = Path(text)
     if path.is_dir():
@@ -62,9 +62,13 @@ def read(text: str, ranks: int | None = None) -> Subject:
                 f"Path({text!r}, {PROGRAM!r}).write_text(str(state.program))"
             )
     if path.is_file():
+        if phase:
+            raise SpecError(
+                f"--phase {phase}: the text of a program is of one phase. Needed FILE.py:FUNCTION, or no --phase"
+            )
         return of_file(path)
     spec, params, batch = problem(text)
-    return Subject(text, (lowered := of_spec(spec, params, batch, ranks)).programs, lowered)
+    return Subject(text, (lowered := of_spec(spec, params, batch, ranks, phase)).programs, lowered)
 
 
 def of_file(path: Path) -> Subject:
@@ -84,7 +88,7 @@ def of_file(path: Path) -> Subject:
     return Subject(str(path), {program.role or 0: program})
 
 
-def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None) -> Lowered:
+def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None, phase: str = "") -> Lowered:
     """A spec lowered for a world, without its devices; the rows of the batch are divided over the data ranks."""
     if spec.mesh is None and ranks is None:
         raise SpecError("the spec has no mesh: say how many ranks there are, as --ranks 64")
@@ -94,4 +98,4 @@ def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None) -> Lowered:
     parts = batch_layout(mesh_of(spec, ranks)).parts
     if rows % parts:
         raise SpecError(f"a batch of {rows} rows cannot be divided over {parts} data ranks: needed a multiple of them")
-    return lower(spec, params, part_of(rows // parts), world_size=ranks)
+    return lower(spec, params, part_of(rows // parts), world_size=ranks, phase=phase)
