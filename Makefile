@@ -62,7 +62,7 @@ check: $(VENV)/.dev
 	$(PYTEST) $(SHARED) -q -m "not gpu and not acceptance and not processes" $(CHECKED) $(TRAINING) $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) $(SHARED) --durations=20 --ignore=tests/acceptance $(ARGS)
+	$(PYTEST) $(SHARED) --durations=20 --cpu --ignore=tests/acceptance $(ARGS)
 
 docs: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)

@@ -12,6 +12,7 @@ import argparse
 import time
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +26,7 @@ MODELS = {  # layers, width, heads, words
     "1.3b": (24, 2_048, 16, 50_257),
     "7b": (32, 4_096, 32, 50_257),
     "13b": (40, 5_120, 40, 50_257),
+    "1t": (128, 25_600, 160, 51_200),
 }
 
 
@@ -88,7 +90,12 @@ def main() -> None:
     except fzero.SpecError as error:
         raise SystemExit(str(error)) from None
     print(planned)
-    print(f"\nplanned in {time.perf_counter() - began:.0f} s")
+    elements = sum(leaf.numel() for leaf in optree.tree_leaves(empty(layers, width, words)))
+    flops = planned.machine.device.flops
+    peak = given.ranks * flops.get(given.precision, flops["fp32"])
+    mfu = 6 * elements * tokens.numel() / planned.seconds / peak
+    print(f"\n{elements / 1e9:.1f} billion parameters: MFU {mfu:.0%} (6 operations a parameter and token)")
+    print(f"planned in {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":

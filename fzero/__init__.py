@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from fzero import checkpoint, data, hardware, optim, random, sparse
 from fzero._version import __version__ as __version__
-from fzero.api import evaluate, init, lower, step
+from fzero.api import evaluate, init, step
 from fzero.capture.joint import Mean
 from fzero.capture.scan import scan
 from fzero.capture.static import static
 from fzero.checkpoint import Manifest, save
 from fzero.checkpoint.checkpointer import Checkpointer
 from fzero.checkpoint.load import load
+from fzero.compile.ahead import lower
 from fzero.compile.lowered import Lowered
 from fzero.compile.simulate import simulate
 from fzero.compile.simulation import Simulation, simulation

@@ -9,15 +9,15 @@ from fzero.errors import SpecError
 from fzero.tree import suggest
 
 
-def needs(ok: bool, name: str, value: Any, needed: str) -> None:
-    """Raises SpecError unless `ok`.
+def needs(ok: bool, name: str, value: Any, needed: str, of: str = "Spec") -> None:
+    """Raises SpecError unless `ok`. of: the record whose field it is.
 
     >>> needs(False, "prefetch", -1, "0 or a positive int")
     Traceback (most recent call last):
     fzero.errors.SpecError: Spec(prefetch=-1): needed 0 or a positive int
     """
     if not ok:
-        raise SpecError(f"Spec({name}={value!r}): needed {needed}")
+        raise SpecError(f"{of}({name}={value!r}): needed {needed}")
 
 
 def positive(name: str, value: Any) -> None:
@@ -37,8 +37,8 @@ def choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
         raise SpecError(f"Spec({name}={value!r}): needed one of {list(known)}.{hint}")
 
 
-def path_rules(name: str, given: Any, example: str) -> None:
-    """Raises SpecError unless the value is one path rule, or several."""
+def path_rules(name: str, given: Any, example: str, of: str = "Spec") -> None:
+    """Raises SpecError unless the value of a field of `of` is one path rule, or several."""
     rules = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else ()
     text = bool(rules) and all(isinstance(rule, str) and rule for rule in rules)
-    needs(text, name, given, f"path rules, as in {example!r}")
+    needs(text, name, given, f"path rules, as in {example!r}", of)

@@ -138,7 +138,7 @@ class Precision:
         elements or more, in the forward and the backward; `exact` says nothing of them.
     exact: path rules of leaves that no codec touches, instead of the default: leaves of one dim, those of `keep`, and
         embeddings, which are known by their names: those that contain "emb", "tok", "pos" or "vocab", or are "wte",
-        "wpe" or "shared".
+        "wpe" or "shared". (): codecs touch every leaf but scalars.
     keep: path rules to dtypes: leaves that are computed in another dtype, as {"**/norm*/**": "fp32"}. First match wins.
     loss_scale: for fp16, in the `loss=` form.
     cast_batch: False leaves the loss's other arguments as they are.
@@ -185,7 +185,8 @@ class Precision:
         if self.sums is not None and self.sums not in _CODECS:
             raise SpecError(f"Precision(sums={self.sums!r}): needed one of {', '.join(_CODECS)} or None")
         if self.exact is not None:
-            path_rules("exact", self.exact, "**/norm*/**")
+            if self.exact not in ((), []):
+                path_rules("exact", self.exact, "**/norm*/**", "Precision")
             if self.gather is None and self.reduce not in CODECS:
                 raise SpecError(
                     f"Precision(exact={self.exact!r}): no codec is given that would touch a leaf: give gather= or "

@@ -7,7 +7,7 @@ The call is flat. The fields are checked, and read, in four groups, each a recor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class Spec:
     `dp_out`, over a slower link (see `zero`). `pp` splits the model into stages (see `pipeline`). An axis of any other
     name, such as `tp`, splits layers (see `shard`). Ranks that differ only in such an axis or in `pp` must be given the
     same batch. One axis may be -1: it gets the remaining ranks. None: all ranks are `dp`. "auto":
-    `fzero.plan` chooses it.
+    `fzero.init` plans: rank 0 runs `fzero.plan` for all, and what else was not given is chosen too (docs/choosing.md).
     shard: with axes such as `tp`, path rules from leaves to `fzero.P`: the mesh axis over which each dim is sharded.
     The first match wins; a leaf without a rule is replicated. As {"blocks/*/attn/w[qkv]": P("tp", None),
     "blocks/*/attn/wo": P(None, "tp")}. The loss does not change: fzero derives the transfers from the rules
@@ -214,11 +214,17 @@ class Spec:
         field_name = "optimizer" if self.step is None else "step"
         return self.but(**{field_name: phases[name or phases.first]})
 
-    def but(self, **fields: Any) -> Spec:
-        """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.)"""
+    def but(self, planned: Iterable[str] = (), **fields: Any) -> Spec:
+        """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.) planned: the
+        names of fields that a plan chose."""
         made = replace(self, **fields)
-        made.__dict__["_given"] = self.given | fields.keys()
+        made.__dict__.update(_given=self.given | fields.keys(), _planned=self.planned.union(planned))
         return made
+
+    @property
+    def planned(self) -> frozenset[str]:
+        """The names of the fields that `fzero.plan` chose; a checkpoint holds them (docs/choosing.md)."""
+        return frozenset(self.__dict__.get("_planned", ()))
 
     def _group(self, record: type[Group]) -> Group:
         return record(**{f.name: getattr(self, f.name) for f in fields(record)})  # type: ignore[arg-type]
@@ -328,6 +334,18 @@ def _check_feedback(spec: Spec) -> None:
             f"Spec(mesh={axes}) with {asked}: gradients are summed over one data axis and then over the other, and "
             "signs of sums would lose more, which nobody keeps. Give one data axis, or take reduce='int8'"
         )
+
+
+def check_spec(name: str, spec: Any) -> None:
+    """Raises SpecError if `spec` is no Spec."""
+    if not isinstance(spec, Spec):
+        calls = {
+            "init": "fzero.init(params, spec)",
+            "lower": "fzero.lower(spec, params_like, batch_like)",
+            "plan": "fzero.plan(spec, params_like, batch_like, world_size=..., hardware=...)",
+            "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
+        }
+        raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
 
 
 OPTIMIZERS = {  # what users give a Spec and an optimizer takes

@@ -7,16 +7,21 @@ tests that ran, and without it a missing or different file fails.
 The files of `FIRST` run first, so that no long file begins when the rest of the suite has ended. The Makefile gives
 xdist `--no-loadscope-reorder`, by which xdist keeps that order.
 
+The garbage collector begins when all tests are collected, and does not walk what there is then: that takes it a second
+each time, and torch, transformers and tests ask for hundreds of collections.
+
 Of a test marked `sampled(n)`, n of its cases run in `make test`, drawn by its name, and all in `make acceptance`. A
-test that starts processes is found by the names that it uses and marked, so that `make check` can leave it out.
+test that starts processes is found by the names that it uses and marked where `-m` asks for it, as in `make check`.
 """
 
+import gc
 import inspect
+import itertools
 import logging
 import os
 import random
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -26,24 +31,30 @@ import torch
 
 from fzero.disk import direct
 
+gc.disable()  # until pytest_collection_finish
 os.environ.setdefault("FZERO_PROGRESS", "0")  # under load anything may take seconds, and say so where a test reads
 # pytest listens to each logger that does not propagate, and as long as anybody listens torch writes every graph out
 logging.getLogger("torch.__trace").propagate = True
 GOLDEN = Path(__file__).parent / "golden"
 FIRST = [
-    "laws/test_cuda.py", "laws/test_pipeline.py", "laws/test_examples.py", "laws/test_custom_step.py",
-    "laws/test_mesh_processes.py", "laws/test_hangs.py", "laws/test_tensor_parallel.py", "laws/test_bitwise.py",
-    "lab/test_fuzz.py", "checkpoint/test_load.py", "verify/test_sharding.py",
-    "checkpoint/test_save.py", "api/test_precision.py", "codegen/test_matmul.py", "capture/test_ambient.py",
-    "comm/test_shared_memory.py", "laws/test_keys.py", "laws/test_hf.py", "laws/test_errors.py",
-    "laws/test_pipeline_formulas.py", "kernels/test_kernels.py", "runtime/test_compile_segments.py",
-    "laws/test_loss_scale.py", "random/test_keys.py", "lab/test_mutate.py", "laws/test_parity.py",
-    "passes/test_passes.py",
+    "laws/test_cuda.py", "laws/test_hangs.py", "laws/test_examples.py", "laws/test_coded.py", "laws/test_doctests.py",
+    "laws/test_offload.py", "planner/test_plan.py", "laws/test_tensor_parallel.py", "compile/test_decide.py",
+    "interop/test_trainer_meshes.py", "lab/test_fuzz_meshes.py", "kernels/test_kernels.py", "laws/test_tp_state.py",
+    "codegen/test_workspace.py", "laws/test_hf.py", "sparse/test_attend.py", "lab/test_mutate.py",
+    "interop/test_trainer_logged.py", "laws/test_custom_step.py", "laws/test_model_axes.py", "lab/test_fuzz.py",
+    "laws/test_mesh_processes.py", "interop/test_trainer.py", "lowering/test_chunk_loss.py",
+    "interop/test_trainer_foreign.py", "compile/test_lowered.py", "laws/test_loss_scale.py", "random/test_keys.py",
+    "api/test_error_feedback.py", "runtime/test_compile_segments.py", "checkpoint/test_save.py", "optim/test_onebit.py",
+    "interop/test_trainer_optimizers.py", "api/test_autocast.py", "checkpoint/test_checkpointer.py",
+    "laws/test_bitwise.py", "laws/test_keys.py", "laws/test_pipeline.py", "laws/test_errors.py", "api/test_training.py",
+    "tools/test_doctor.py", "interop/test_trainer_statistics.py", "laws/test_pipeline_tensor_parallel.py",
+    "laws/test_parity.py", "laws/test_cuda_cost.py", "laws/test_pipeline_formulas.py",
 ]  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden")
+    parser.addoption("--cpu", action="store_true", help="show the files of the most CPU seconds, with their processes'")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,11 +69,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for n, item in enumerate(found):
             if n not in kept or config.option.markexpr == "acceptance":
                 item.add_marker("acceptance")
-    for item in items:
+    for item in items if "processes" in config.option.markexpr else ():
         if isinstance(item, pytest.Function) and _starts_processes(item):
             item.add_marker("processes")
     places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 10)  # a lowering makes more than 700 objects
+    gc.enable()
 
 
 def _left_out(item: pytest.Item) -> bool:
@@ -89,6 +107,38 @@ def _starts_processes(item: pytest.Function) -> bool:
         called = [known[name] for name in code.co_names if isinstance(known.get(name), FunctionType)]
         todo += [fn.__code__ for fn in called if fn.__module__ == item.module.__name__]
     return False
+
+
+_spent = [0.0]  # CPU seconds until the last report of this process
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def pytest_runtest_logstart() -> None:
+    _spent[0] = _cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    report = yield
+    before, _spent[0] = _spent[0], _cpu_seconds()
+    report.cpu_seconds = _spent[0] - before
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The table of `--cpu`, of all workers."""
+    of_file: Counter[str] = Counter()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            of_file[report.nodeid.partition("::")[0]] += getattr(report, "cpu_seconds", 0.0)
+    if config.option.cpu:
+        terminalreporter.section(f"{of_file.total():.0f} CPU seconds, by file")
+        for name, seconds in of_file.most_common(30):
+            terminalreporter.write_line(f"{seconds:6.1f} {name}")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.ir import fx_nodes, fx_values
 
 CAST = torch.ops.aten._to_copy.default
@@ -62,5 +61,5 @@ def _views(node: fx.Node, cast: torch.Tensor) -> list[fx.Node] | None:
 
 def _as(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The fake tensor in another dtype, of the same strides."""
-    with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
+    with fx_values.mode_of(value):
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)

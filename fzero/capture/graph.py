@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,11 @@ class Graph:
     varying_metrics: tuple[str, ...]
     baked: tuple[Baked, ...] = ()
     reads: Reads = field(default_factory=Reads)
+
+    def rewritten(self, rewrite: Callable[[fx.GraphModule], fx.GraphModule], update: bool = False) -> Graph:
+        """The step with each region's graph rewritten, and with `update` the graph around them too."""
+        regions = tuple(replace(region, gm=rewrite(region.gm)) for region in self.regions)
+        return replace(self, gm=rewrite(self.gm) if update else self.gm, regions=regions)
 
     def change(self) -> tuple[str, str] | None:
         """(what the step read from Python and is another now, the remedy); None if all is as it was."""

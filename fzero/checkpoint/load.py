@@ -12,7 +12,9 @@ The ranks agree before memory is taken and after it is filled: an error on one i
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +29,17 @@ from fzero.capture.graph import PerRank
 from fzero.checkpoint import other_ranks
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
-from fzero.checkpoint.manifest import LeafRecord
+from fzero.checkpoint.manifest import LeafRecord, read
 from fzero.checkpoint.other_ranks import KEEP, MEAN
 from fzero.checkpoint.reader import Checkpoint
-from fzero.comm.agree import tell
+from fzero.comm.agree import from_first, tell
 from fzero.compile.resolve import mesh_of
 from fzero.compile.state_recipe import recipe_for
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
+from fzero.plan.parallelism import AUTO
 from fzero.plan.state_plan import Plan
+from fzero.planner.chosen import with_chosen
 from fzero.random import key as first_key
 from fzero.session.session import session_of
 from fzero.session.world import World
@@ -63,7 +67,7 @@ def load(
     """Returns the state that `fzero.save` wrote.
 
     dir: a run's directory (its newest committed step) or one step's. spec: the spec to train with from here on. World,
-    ZeRO stage, buckets and microbatches may differ from those of the save.
+    ZeRO stage, buckets and microbatches may differ from those of the save. `mesh="auto"`: as its plan has them.
 
     like: a State, or the params that `fzero.init` would get. A State is donated: its spec and its memory are used. Of
     params only the shapes are read. Without `like` the tree is made from the checkpoint, which knows dicts, lists,
@@ -97,7 +101,7 @@ def load(
     world = World.open("load", spec, like)
     with _typed(dir):
         chosen = _chosen(Path(dir), world, disk or Disk())
-        assert spec is not None  # or it would have been refused
+        spec = _settled(chosen, spec, world, disk or Disk())
 
         def filler() -> Filling:
             saved = Checkpoint(chosen, disk)
@@ -237,6 +241,35 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
     if world.size > 1:
         name = tell(name, world.size, world.group)[0]
     return dir / name.decode() if name else dir
+
+
+def _settled(directory: Path, spec: Spec | None, world: World, disk: Disk) -> Spec:
+    """The spec as it is, or, with `mesh="auto"`, with what the checkpoint's plan chose, which rank 0 reads. Collective
+    then. Raises SpecError where it has none, or one for another number of ranks."""
+    assert spec is not None  # or it would have been refused
+    if world.failure is not None or spec.mesh != AUTO:
+        return spec
+    failure, told = None, ""
+    try:
+        if world.rank == 0:
+            told = json.dumps(read(directory, disk).plan)
+    except Exception as error:
+        failure = error
+    world.agree("load", "", failure)
+    plan = json.loads(from_first(told, "load", world.rank, world.size, world.group))
+    if plan is None:
+        raise SpecError(
+            f"mesh='auto': {directory} holds no plan, for its state was not planned. Give mesh=, or the spec of "
+            "fzero.plan(spec, params, batch, world_size=..., hardware=...)"
+        )
+    found = with_chosen(spec, plan, f"the plan in {directory}")
+    ranks = math.prod(found.mesh.values()) if isinstance(found.mesh, Mapping) else 0
+    if ranks != world.size:
+        raise SpecError(
+            f"mesh='auto': the plan in {directory} is for {ranks} ranks, and here are {world.size}. Plan for these: "
+            f"fzero.plan(spec, params, batch, world_size={world.size}, hardware=...).spec"
+        )
+    return world.settled(found)
 
 
 def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Difference:

@@ -37,10 +37,8 @@ from fzero.errors import CheckpointError, CorruptError
 from fzero.ir.records import DTYPE_NAMES, DTYPES
 from fzero.state.order import DimCut, Order
 
-FORMAT, VERSION = (
-    "fzero",
-    3,
-)  # what older versions of fzero read too where that does: 1 without a cut, 2 with one a leaf
+# What older versions of fzero read too where that does: 1 without a cut, 2 with one a leaf, 3 without a plan
+FORMAT, VERSION = "fzero", 4
 MANIFEST, MARKER, LATEST = "manifest.json", "COMMITTED", "latest"
 BLOCK = 4 << 20  # bytes that are hashed together
 MAX_MANIFEST = 64 << 20  # bytes
@@ -104,7 +102,8 @@ class ShardRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint. Most users need `step`, `extra` (saved along by the user) and `leaves`.
+    """The description of a checkpoint. Most users need `step`, `extra` (saved along by the user) and `leaves`. plan:
+    the fields of the Spec that `fzero.plan` chose, as data; None where it was not asked.
 
     Invariant: `leaves` fill the places of `structure` in order, and their pieces fit into `shards`.
     """
@@ -118,6 +117,7 @@ class Manifest:
     structure: Any
     leaves: tuple[LeafRecord, ...]
     shards: tuple[ShardRecord, ...]
+    plan: Mapping[str, Any] | None = None
 
     @cached_property
     def by_path(self) -> dict[str, LeafRecord]:
@@ -138,7 +138,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Returns the text of manifest.json."""
-        version = 1 + min(max((len(leaf.cuts) for leaf in self.leaves), default=0), 2)
+        cuts = min(max((len(leaf.cuts) for leaf in self.leaves), default=0), 2)
+        version = VERSION if self.plan is not None else 1 + cuts
         leaves = [
             {
                 "path": leaf.path,
@@ -168,6 +169,7 @@ class Manifest:
             "structure": self.structure,
             "leaves": leaves,
             "shards": shards,
+            **({"plan": dict(self.plan)} if self.plan is not None else {}),
         }
         return b"{\n" + b",\n".join(dump(name) + b":" + dump(value) for name, value in rows.items()) + b"\n}\n"
 
@@ -245,9 +247,12 @@ def _is_stage(value: Any) -> bool:
 def _manifest(value: Any) -> Manifest:
     """The manifest of a parsed JSON. Raises Invalid for a wrong field, with its place."""
     names = ("format", "version", "step", "mesh", "zero", "versions", "program", "extra", "structure", "leaves")
-    top = Reader("it", value, (*names, "shards"))
+    planned = type(value) is dict and value.get("version") == VERSION
+    top = Reader("it", value, (*names, "shards", *(["plan"] if planned else [])))
     top.text("format", FORMAT)
     version = top.integer("version", 1, VERSION)
+    plan = dict(top.table("plan")) if planned else None
+    check_json("it.plan", plan)
     mesh = {axis: _size(top, "mesh", n) for axis, n in top.table("mesh").items()}
     zero = top.value["zero"]
     stages = zero if type(zero) is dict else {"**": zero}
@@ -267,8 +272,9 @@ def _manifest(value: Any) -> Manifest:
     if structure.count(top.value["structure"]) != len(leaves):
         raise Invalid(f"it.structure does not have a place for each of {len(leaves)} leaves")
     return Manifest(
-        top.integer("step"), mesh, zero, versions, program, top.value["extra"], top.value["structure"], leaves, shards
-    )
+        top.integer("step"), mesh, zero, versions, program, top.value["extra"], top.value["structure"], leaves, shards,
+        plan,
+    )  # fmt: skip
 
 
 def _check_version(value: Any, file: Path | str) -> None:

@@ -40,6 +40,7 @@ from fzero.comm.agree import agree
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.state_plan import Leaf, Plan
+from fzero.planner.chosen import chosen_of
 from fzero.session.session import session_of
 from fzero.state import storage
 from fzero.state.order import cuts
@@ -162,7 +163,7 @@ def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snap
     program = runtime.last_program.digest if runtime.last_program is not None else None
     taken = take(
         runtime.plan, runtime.memory, runtime.rank, treedef=runtime.treedef, step=state.step, zero=runtime.spec.zero,
-        program=program, extra=extra,
+        program=program, extra=extra, chosen=chosen_of(runtime.spec) if runtime.spec.planned else None,
     )  # fmt: skip
     return _copied(taken, reuse) if copy else taken
 
@@ -177,8 +178,10 @@ def take(
     zero: int | str | Mapping[str, Any] = 0,
     program: str | None = None,
     extra: Any = None,
+    chosen: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Returns a rank's snapshot from its buffers, without a copy: its parts are views of `memory`.
+    """Returns a rank's snapshot from its buffers, without a copy: its parts are views of `memory`. chosen: what
+    `fzero.plan` chose, as data.
 
     Raises CheckpointError if `extra` is no JSON, or a path is no text.
     """
@@ -199,7 +202,7 @@ def take(
         else zero
     )
     mesh, stages = dict(plan.mesh), rules
-    manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty)
+    manifest = Manifest(step, mesh, stages, versions, program, extra_copy, tree, leaves, empty, chosen)
     parts = [part_of(plan, memory, leaf, rank) for leaf in plan.leaves]
     return Snapshot(rank, manifest, tuple(shards.in_order(parts)), torch.empty(0, dtype=torch.uint8))
 

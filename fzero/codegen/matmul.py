@@ -146,8 +146,7 @@ def figures_of(asked: Mapping[str, Matmul], costs: Costs) -> dict[str, Figures]:
 
 def rewritten(graph: Graph, chosen: set[Matmul]) -> Graph:
     """The same graph with the op of the other way for the matmuls in `chosen`."""
-    regions = tuple(replace(region, gm=_with_forms(region.gm, chosen)) for region in graph.regions)
-    return replace(graph, gm=_with_forms(graph.gm, chosen), regions=regions)
+    return graph.rewritten(lambda gm: _with_forms(gm, chosen), update=True)
 
 
 def _with_forms(gm: fx.GraphModule, chosen: set[Matmul]) -> fx.GraphModule:

@@ -15,7 +15,7 @@ alone. Which devices want it, and to what multiple: `Backend.product_sides`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -34,8 +34,7 @@ PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 def padded(graph: Graph) -> Graph:
     """The graph with padded operands where products gain by it; itself where none does."""
-    regions = tuple(replace(region, gm=_with_pads(region.gm)) for region in graph.regions)
-    return replace(graph, gm=_with_pads(graph.gm), regions=regions)
+    return graph.rewritten(_with_pads, update=True)
 
 
 def is_odd(node: fx.Node) -> bool:

@@ -71,6 +71,24 @@ def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Ten
     return tensors
 
 
+def from_first(text: str, call: str, rank: int, world_size: int, group: Any) -> str:
+    """Returns the text of rank 0, of any length, on every rank. Collective; what others give is not read.
+
+    call: its name, for messages. Raises HangError if a rank does not come.
+    """
+    if world_size == 1:
+        return text
+    presence, own = heartbeat.of(group), text.encode() if rank == 0 else b""
+    presence.enter(call)
+    try:
+        size = int(gathered(torch.tensor([len(own)]), world_size, group)[0])
+        local = torch.zeros(size, dtype=torch.uint8)
+        local[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+        return bytes(gathered(local, world_size, group)[0].tolist()).decode()
+    finally:
+        presence.leave()
+
+
 def agree(
     rank: int,
     world_size: int,

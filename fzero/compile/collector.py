@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 MANY = 300_000  # objects, some 30 MB; of a small step there are fewer
 _frozen = False  # whether a `collector_paused` around this one has frozen what there is
+_others = False  # whether somebody else has frozen objects
 
 
 @contextmanager
@@ -17,9 +18,10 @@ def collector_paused() -> Iterator[None]:
     """A context without garbage collection but by `collect`. The collector would walk the graphs of a lowering,
     hundreds of thousands of objects, again and again: a third of the time. What was there before is not walked at all,
     unless somebody else has frozen objects. (Python counts frozen objects one by one: it is not asked in a context
-    within a context.)"""
-    global _frozen
-    was, freezes = gc.isenabled(), not _frozen and gc.get_freeze_count() == 0
+    within a context, and never again once somebody else has.)"""
+    global _frozen, _others
+    _others = _others or (not _frozen and gc.get_freeze_count() > 0)
+    was, freezes = gc.isenabled(), not _frozen and not _others
     gc.disable()
     if freezes:
         _frozen = True

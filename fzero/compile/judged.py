@@ -14,7 +14,6 @@ from torch import fx
 
 from fzero.capture.graph import Graph
 from fzero.ir import fx_nodes
-from fzero.ir.code_ops import spelled_out
 from fzero.ir.program import Program
 from fzero.lowering.build import build
 from fzero.lowering.localise import Proposal, Sharding, localise, reads_rank, settled, unconstrained
@@ -31,11 +30,6 @@ def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2
     """The program before all passes, with the meaning of the captured step."""
     program = build(graph, plan, reduce=reduce, transport=transport)
     return replace(program, meaning=graph_meaning(graph, plan, reduce, program))
-
-
-def spelled(graph: Graph) -> Graph:
-    """The graph with the codes of parameters as messages and what these say (`fzero.ir.code_ops`)."""
-    return replace(graph, regions=tuple(replace(region, gm=spelled_out(region.gm)) for region in graph.regions))
 
 
 def local_step(

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.cost.rates import H100, Rates
 from fzero.errors import FzeroError
+from fzero.hardware import Hardware, rates_over
 from fzero.html_table import html_facts
 from fzero.ir import fx_nodes
 from fzero.ir.decisions import Decisions
@@ -149,9 +151,11 @@ class Lowered:
         """By role, the bytes by kind at the planned peak, and the peak: per rank."""
         return {role: account(program) for role, program in self.programs.items()}
 
-    def roofline(self, rates: Rates = H100, role: int = 0, *, by_inductor: bool = False) -> Roofline:
+    def roofline(
+        self, rates: Rates | Hardware | str | Path = H100, role: int = 0, *, by_inductor: bool = False
+    ) -> Roofline:
         """The calls, kernels, bytes and operations of a step's compute by kind, with the seconds that they take at
-        `rates`: an account that prints.
+        `rates` (as `fzero.simulate` takes them): an account that prints.
 
         by_inductor: clusters are counted by the code that Inductor writes for an H100. Raises FzeroError for it outside
         of a process of `fzero fake-cuda`. Else a cluster reads its inputs and writes its results once.
@@ -162,7 +166,7 @@ class Lowered:
         >>> found["product"].calls, found["product"].flops, found.unaligned
         (2, 67108864, ())
         """
-        program, how = self.programs[role], self.asked.compile
+        program, how, rates = self.programs[role], self.asked.compile, rates_over(rates, self.plan.mesh)
         return roofline(program, how, rates, counted_by_inductor(program, how) if by_inductor else None)
 
     @property

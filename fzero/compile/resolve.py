@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def mesh_of(spec: Spec, world_size: int | None = None) -> Mesh:
     """
     if spec.mesh == AUTO:
         raise SpecError(
-            "mesh='auto': fzero.plan chooses it, with what else is open: "
+            "mesh='auto': fzero.init(..., batch_like=, hardware=) plans it, with what else is open. Here plan first: "
             "spec = fzero.plan(spec, params, batch, world_size=..., hardware=...).spec"
         )
     axes = spec.parallel.axes or {"dp": -1}
@@ -139,4 +139,4 @@ def by_flags(spec: Spec, params: Any) -> Spec:
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
     ]
     trained = [path for path, flag in floats if flag]
-    return replace(spec, trainable=tuple(trained)) if 0 < len(trained) < len(floats) else spec
+    return spec.but(trainable=tuple(trained)) if 0 < len(trained) < len(floats) else spec

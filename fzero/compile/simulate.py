@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from fzero.compile.lowered import Lowered
 from fzero.cost.rates import SEND, Rates
 from fzero.cost.step_time import StepTime, roles_time
 from fzero.errors import SpecError
-from fzero.hardware import Hardware
+from fzero.hardware import Hardware, rates_over
 from fzero.ir.program import lane_bytes
 from fzero.ir.records import DISK
 
 
-def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTime:
+def simulate(lowered: Lowered, rates: Rates | Hardware | str | Path, rank: int = 0) -> StepTime:
     """Returns the predicted time of a step on one rank, by lane, with the bytes that it writes to disk.
 
     lowered: of `fzero.lower`. rank: the one whose time is returned.
-    rates: a machine (`fzero.hardware.load("h100")`), `fzero.cost.rates.H100`, or figures of your own. A transfer is
+    rates: a machine (a preset's name, a TOML file or a `Hardware`), or figures of your own, as
+    `fzero.cost.rates.H100`. A transfer is
     priced by its kind, its axis and the ranks of that. The roles of a pipeline are simulated together: a role waits
     for the messages of others. A lane of the device that has no rate takes no time. Raises SpecError where a lane of
     the disk has none, or a kind of transfer between ranks.
@@ -35,15 +39,22 @@ def simulate(lowered: Lowered, rates: Rates | Hardware, rank: int = 0) -> StepTi
     >>> round(found.busy["host→device"] * 45e9)  # two moments of 4 bytes an element
     2097152
     """
+    check_lowered("simulate", lowered)
     if not 0 <= rank < lowered.plan.mesh.world_size:
         raise SpecError(f"simulate: rank {rank} of a world of {lowered.plan.mesh.world_size}")
     rates = checked_rates(lowered, rates)
     return roles_time(lowered.programs, rates)[lowered.plan.mesh.role(rank)]
 
 
-def checked_rates(lowered: Lowered, rates: Rates | Hardware) -> Rates:
+def check_lowered(name: str, lowered: Any) -> None:
+    """Raises SpecError for what `fzero.lower` did not return."""
+    if not isinstance(lowered, Lowered):
+        raise SpecError(f"fzero.{name}: needed what fzero.lower returned, got {type(lowered).__name__}")
+
+
+def checked_rates(lowered: Lowered, rates: Rates | Hardware | str | Path) -> Rates:
     """The rates for a step. Raises SpecError for a lane of a disk, or a kind of transfer, that has none."""
-    rates = rates.rates(lowered.plan.mesh) if isinstance(rates, Hardware) else rates
+    rates = rates_over(rates, lowered.plan.mesh)
     moved = [name for program in lowered.programs.values() for name in lane_bytes(program).items()]
     for name, nbytes in moved:
         if DISK not in name or name in rates.lanes:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from fzero.compile.lowered import Lowered
-from fzero.compile.simulate import checked_rates
+from fzero.compile.simulate import check_lowered, checked_rates
 from fzero.cost.rates import Rates
 from fzero.cost.step_time import LaneWork, StepTime, roles_spans
 from fzero.hardware import Hardware
@@ -95,7 +96,7 @@ class Simulation:
         return "\n".join([head, *rows, "</svg>"]) + "\n"
 
 
-def simulation(lowered: Lowered, rates: Rates | Hardware) -> Simulation:
+def simulation(lowered: Lowered, rates: Rates | Hardware | str | Path) -> Simulation:
     """A step of all roles, simulated together.
 
     lowered, rates: as in `fzero.simulate`, which raises the same errors.
@@ -109,6 +110,7 @@ def simulation(lowered: Lowered, rates: Rates | Hardware) -> Simulation:
     >>> sorted(found.roles[0].lanes)
     ['compute', 'wire dp']
     """
+    check_lowered("simulation", lowered)
     roles = {}
     for number, (time, spans, past) in roles_spans(lowered.programs, checked_rates(lowered, rates)).items():
         program = lowered.programs[number]

@@ -5,11 +5,12 @@ Between them stand decisions: the spec's, else those of `fzero.compile.decide`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from fzero import backend, progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
@@ -20,7 +21,7 @@ from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
-from fzero.compile.judged import local_step, naive, spelled
+from fzero.compile.judged import local_step, naive
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
@@ -28,6 +29,7 @@ from fzero.cost.coding import sentence
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
+from fzero.ir.code_ops import spelled_out
 from fzero.ir.decisions import CHOSEN, IDLE, Choice, Decisions, RoleDecisions
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
@@ -103,11 +105,8 @@ def _lower(
     if step.loss_chunks is not None:
         graph = chunked(graph, step.loss_chunks)
     local, sharding = local_step(graph, plan, wanted.sequence)
-    if sharding is not None and (codec := step.precision.sums) is not None:
-        local = replace(local, regions=tuple(replace(x, gm=coded_sums(x.gm, codec)) for x in local.regions))
-    local = spelled(local)
-    if sharding is not None:
-        local = replace(local, regions=tuple(replace(x, gm=owned_operands(x.gm)) for x in local.regions))
+    for rewrite in _rewrites(step, sharding):
+        local = local.rewritten(rewrite)
     local = pad.padded(local)
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
@@ -137,6 +136,17 @@ def _lower(
         choices["codec"] = said
     records = {number: role.records for number, role in roles.items()}
     return Lowered(graph, plan, programs, choices, records, decisions, options, schedule, sharding)
+
+
+def _rewrites(step: TrainStep, sharding: Sharding | None) -> Iterator[Callable[[fx.GraphModule], fx.GraphModule]]:
+    """What is rewritten in a rank's regions before anything is chosen for them, in this order: the sums that travel in
+    codes, the codes as messages and what these say, and what transfers read."""
+    codec = step.precision.sums
+    if sharding is not None and codec is not None:
+        yield lambda gm: coded_sums(gm, codec)
+    yield spelled_out
+    if sharding is not None:
+        yield owned_operands
 
 
 def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[str, Choice[str]]]:

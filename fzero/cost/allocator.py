@@ -35,7 +35,12 @@ def measured_peak(fn: Callable[[], T], device: torch.device | str = "cpu") -> tu
         result = fn()
         calls.synchronize(device)
         return result, (calls.peak(device) or 0) - start
-    gc.collect()  # garbage that is released while `fn` runs would count for it
-    with allocations() as events:
-        result = fn()
+    collects = gc.isenabled()
+    gc.disable()  # or it is chance which cycles of `fn` are released while it runs
+    try:
+        with allocations() as events:
+            result = fn()
+    finally:
+        if collects:
+            gc.enable()
     return result, max(itertools.accumulate(nbytes for _, nbytes in events), default=0)

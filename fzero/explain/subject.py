@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fzero.api import lower
 from fzero.compile import fault_report
+from fzero.compile.ahead import lower
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import mesh_of
 from fzero.cost.memory import MemoryAccount, account

@@ -8,8 +8,10 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.hardware.machine import Device, Drive, Hardware, Host, NetworkLevel
+from fzero.ir.mesh import Mesh
 from fzero.tree import suggest
 
 PRESETS = Path(__file__).parent
@@ -40,6 +42,8 @@ def load(machine: str | Path | Hardware) -> Hardware:
     """
     if isinstance(machine, Hardware):
         return machine
+    if not isinstance(machine, str | Path):
+        raise SpecError(f"hardware={machine!r}: needed a preset ({', '.join(presets())}), a TOML file or a Hardware")
     path = PRESETS / f"{machine}.toml" if str(machine) in presets() else Path(machine)
     try:
         text = path.read_text("utf-8")
@@ -53,6 +57,11 @@ def load(machine: str | Path | Hardware) -> Hardware:
         return _parsed(path.name, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"hardware file {path}: it is no TOML: {error}") from error
+
+
+def rates_over(machine: Rates | Hardware | str | Path, mesh: Mesh) -> Rates:
+    """The rates of a machine, given as `load` takes it, over a mesh; rates as they are."""
+    return machine if isinstance(machine, Rates) else load(machine).rates(mesh)
 
 
 def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:

@@ -27,6 +27,11 @@ def tensors(value: Any) -> list[torch.Tensor]:
 # --- strides ----------------------------------------------------------------------------------------------------------
 
 
+def mode_of(value: torch.Tensor) -> FakeTensorMode:
+    """The mode of a fake tensor, or a new one. (A new one costs up to a millisecond: torch keeps its maker's stack.)"""
+    return value.fake_mode if is_fake(value) else FakeTensorMode()  # type: ignore[attr-defined]
+
+
 def dense_like(value: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the same shape, dtype and device, without gaps, its dims in the same order in memory.
 
@@ -35,7 +40,7 @@ def dense_like(value: torch.Tensor) -> torch.Tensor:
     if is_dense(value):
         return value
     strides = torch.empty_like(torch.empty_strided(value.shape, value.stride(), device="meta")).stride()
-    with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
+    with mode_of(value):
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
@@ -43,7 +48,7 @@ def contiguous_like(value: torch.Tensor) -> torch.Tensor:
     """A contiguous fake tensor of the same shape, dtype and device. One that is contiguous is returned as it is."""
     if value.is_contiguous():
         return value
-    with value.fake_mode if is_fake(value) else FakeTensorMode():  # type: ignore[attr-defined]
+    with mode_of(value):
         return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 

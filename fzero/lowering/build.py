@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -200,6 +201,11 @@ class _Builder:
 
     def _updates(self) -> None:
         """Keeps the own part of every new leaf: one copy per run of changed leaves in a column."""
+
+        @cache
+        def copy(shape: tuple[int, ...], dtype: torch.dtype) -> fx.GraphModule:
+            return segments.copy_segment(torch.empty(shape, dtype=dtype, device="meta"))
+
         changed: dict[str, set[int | None]] = {}
         for index in self.new_leaf.values():
             leaf = self.to.plan.leaves[index]
@@ -207,13 +213,13 @@ class _Builder:
         for name, slots in changed.items():
             buffer = self.to.buffers[name]
             if None in slots:
-                gm = segments.copy_segment(torch.empty(buffer.shape, dtype=buffer.dtype, device="meta"))
+                gm = copy(tuple(buffer.shape), buffer.dtype)
                 self.to.segment("update", gm, [Ref(f"{name}.new")], [Ref(name)], why=f"keep {name}")
                 continue
             bucket = self.to.plan.buckets[buffer.bucket or ""]
             for first, last in _ranges(sorted(s for s in slots if s is not None)):
                 start, stop = bucket.slots[first].start, bucket.end(last)
-                gm = segments.copy_segment(torch.empty((stop - start) // buffer.per, dtype=buffer.dtype, device="meta"))
+                gm = copy(((stop - start) // buffer.per,), buffer.dtype)
                 old, new = (Ref(b, start, stop, None, buffer.sharded is not None) for b in (name, f"{name}.new"))
                 self.to.segment("update", gm, [new], [old], why=f"keep {name}", flat=1)
             updated, held = (Layout.over(self.to.plan.mesh, axes, Flat()) for axes in (bucket.axis, buffer.sharded))

@@ -188,8 +188,7 @@ def unconstrained(graph: Graph, axes: Collection[str]) -> Graph:
         gm.recompile()
         return gm
 
-    regions = tuple(replace(region, gm=without(region.gm)) for region in graph.regions)
-    return replace(graph, gm=without(graph.gm), regions=regions)
+    return graph.rewritten(without, update=True)
 
 
 def _split(graph: Graph, plan: Plan, axis: str) -> Graph:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.leafwise import LeafCall, leafwise
 from fzero.ir.op import Op, StepPhase, make_op
@@ -257,7 +256,7 @@ class _Outer:
         results = [n for n in chain if n in self.run.stored]
         gm = segments.extract(chain, inputs, results, results)
         length = min(stop - start, self.run.program.slice_length(bucket)) if own_slice else stop - start
-        with FakeTensorMode():
+        with fx_values.mode_of(chain[0].meta["val"]):
             fakes = []
             for node in [*inputs, *results]:
                 value = node.meta["val"]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
+from fzero.errors import SpecError
+from fzero.ir.code_ops import OPS
+from fzero.ir.mesh import parts_of
 from fzero.ir.records import ALIGN, Bucket, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.leaf_classes import LeafClass
 from fzero.plan.pipeline_cut import layer_of
-from fzero.plan.stages import Columns, Stage, row_of
+from fzero.plan.stages import BucketLayout, Columns, row_of
 from fzero.shard.layouts import Layout
 
 SMALL_BYTES = 64 << 10  # layers without a number below this share a bucket
@@ -24,9 +28,12 @@ def filled(
     bucket_bytes: int,
     world_size: int,
     batch: Layout,
-) -> Iterator[tuple[Bucket, list[LeafClass]]]:
-    """(bucket, the classes of its slots): those packed whole onto ranks, then the others. leaves: of each, one rank's
-    part by dims. homes: of each leaf. batch: how its leaves lie."""
+) -> Iterator[tuple[Bucket, BucketLayout, list[LeafClass]]]:
+    """(bucket, how its values lie, the classes of its slots): those packed whole onto ranks, then the others.
+
+    leaves: of each, one rank's part by dims. homes: of each leaf. batch: how its leaves lie. Raises SpecError where
+    gradients cannot travel in the codec that is asked for.
+    """
     lead = [leaf_class.lead for leaf_class in classes]
     ordinary, packed = whole_leaves.separate(
         _groups(classes, leaves, homes),
@@ -35,18 +42,33 @@ def filled(
         fill=bucket_bytes // max((x.dtype.itemsize for x in lead), default=1),
         world_size=world_size,
     )
-    for number, (name, layer, stage, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
+    for number, (name, layer, members) in enumerate(_named([*packed, *_cut(ordinary, lead, bucket_bytes)])):
         sizes = [lead[c].numel() for c in members]
         starts, length = whole_leaves.pack(sizes, world_size) if number < len(packed) else _in_a_row(sizes, world_size)
         placed = sorted(zip(starts, members, strict=True))
         slots = [Slot(classes[c].path, start, start + lead[c].numel(), tuple(lead[c].shape)) for start, c in placed]
-        row = row_of(stage, batch)
+        row = _row(classes[members[0]], batch)
         bucket = Bucket(
             name, length, tuple(slots), row.cut.axes, updates_slices=bool(row.rest), keeps_gathered=not row.params,
             reduce_when=row.reduce_when, copy=row.copy.axes or None,
             layer=layer if layer != name else "", numbered=layer_of(classes[members[0]].path)[1],
         )  # fmt: skip
-        yield bucket, [classes[c] for _, c in placed]
+        yield bucket, row, [classes[c] for _, c in placed]
+
+
+def _row(leaf_class: LeafClass, batch: Layout) -> BucketLayout:
+    """How the values of a bucket of such leaves lie, and how its gradients travel."""
+    row = row_of(leaf_class.stage, batch)
+    if leaf_class.coding.reduce is None:
+        return row
+    if beside := {*parts_of(row.grad.axes)} - {*parts_of(row.cut.axes)}:
+        raise SpecError(
+            f"Precision(reduce={leaf_class.coding.reduce!r}): gradients of {leaf_class.path!r} are summed over "
+            f"{min(beside)}, along which no rank owns a slice of its own, so there are no parts that messages could be "
+            f"cut into. Shard over {min(beside)} too (zero=1, 2 or 3), or leave its gradients exact: "
+            f"Precision(exact=...)"
+        )
+    return replace(row, wire=OPS[leaf_class.coding.reduce])
 
 
 def _groups(
@@ -91,14 +113,14 @@ def _cut(
     return result
 
 
-def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, str, Stage, list[int]]]:
-    """(bucket name, layer, stage, classes): the layer's name, and a number where it has several buckets."""
-    result: list[tuple[str, str, Stage, list[int]]] = []
+def _named(runs: Sequence[whole_leaves.Run]) -> list[tuple[str, str, list[int]]]:
+    """(bucket name, layer, classes): the layer's name, and a number where it has several buckets."""
+    result: list[tuple[str, str, list[int]]] = []
     taken: set[str] = set()
-    for layer, stage, run in runs:
+    for layer, _, run in runs:
         name = unused(buffer_name(str(layer)), taken)
         taken.add(name)
-        result.append((name, str(layer), stage, run))
+        result.append((name, str(layer), run))
     return result
 
 

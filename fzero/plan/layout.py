@@ -26,8 +26,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError
-from fzero.ir.code_ops import OPS
-from fzero.ir.mesh import Mesh, parts_of
+from fzero.ir.mesh import Mesh
 from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.records import ALIGN, DEVICE, DISK, Bucket, Buffer, buffer_name
 from fzero.kernels.codecs import EXACT, Coding
@@ -37,7 +36,7 @@ from fzero.plan.followers import Follows, followers
 from fzero.plan.leaf_classes import LeafClass, leaf_classes, stages_of
 from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
 from fzero.plan.sharded_leaves import layouts
-from fzero.plan.stages import BucketLayout, Stage, batch_layout, row_of
+from fzero.plan.stages import BucketLayout, Stage, batch_layout
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.shard.layouts import Layout
 from fzero.shard.partition import P
@@ -85,10 +84,10 @@ def layout(
     bucket_layouts: dict[str, BucketLayout] = {}
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
-    for bucket, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
+    for bucket, row, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
         chunk = members[0].chunk
         bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
-        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, (row := _row(members[0], batch))
+        buckets[bucket.name], bucket_layouts[bucket.name] = bucket, row
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)
             kind, dtype = "param" if is_param[first] else "optimizer", leaves[first].dtype
@@ -120,22 +119,6 @@ def _formed(
         path, lead = leaf_class.path, parts[leaf_class.members[0][1]]
         formed.append(replace(leaf_class, lead=lead, stage=stage, cast=compute(path, lead), coding=coding(path, lead)))
     return formed
-
-
-def _row(leaf_class: LeafClass, batch: Layout) -> BucketLayout:
-    """How the values of a bucket of such leaves lie, and how its gradients travel. Raises SpecError where they cannot
-    travel in the codec that is asked for."""
-    row = row_of(leaf_class.stage, batch)
-    if leaf_class.coding.reduce is None:
-        return row
-    if beside := {*parts_of(row.grad.axes)} - {*parts_of(row.cut.axes)}:
-        raise SpecError(
-            f"Precision(reduce={leaf_class.coding.reduce!r}): gradients of {leaf_class.path!r} are summed over "
-            f"{min(beside)}, along which no rank owns a slice of its own, so there are no parts that messages could be "
-            f"cut into. Shard over {min(beside)} too (zero=1, 2 or 3), or leave its gradients exact: "
-            f"Precision(exact=...)"
-        )
-    return replace(row, wire=OPS[leaf_class.coding.reduce])
 
 
 def _laid_out(

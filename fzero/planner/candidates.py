@@ -20,7 +20,6 @@ from fzero.spec import Spec
 
 STAGES = (0, 1, 2, 3)
 REMATS = ("none", "full")
-OFFLOADS = (None, "optimizer", "optimizer+params")
 MOST_MICROBATCHES = 64
 EMPTY: Mapping[str, P] = MappingProxyType({})
 
@@ -30,20 +29,43 @@ def named(rules: Mapping[str, P] | None) -> set[str]:
     return {axis for dims in (rules or {}).values() for axis in dims.axes}
 
 
+class GivenRules(dict[str, Any]):
+    """Path rules that were given, as a candidate has them: never changed, and a part of a key.
+
+    >>> GivenRules({"**": 1}) == {"**": 1}, len({GivenRules({"**": 1}), GivenRules({"**": 1})})
+    (True, 1)
+    """
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+def fixed(value: Any) -> Any:
+    """The value of a field, as a candidate has it."""
+    return GivenRules(value) if isinstance(value, Mapping) else value
+
+
+# gradients that wait to be clipped, or to be found finite, are as large as the parameters
+ALL = GivenRules({"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"})
+OFFLOADS = (None, "optimizer", "optimizer+params", ALL)
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One value for each field that may be open. mesh: the axes, the slowest first."""
+    """One value for each field that may be open. mesh: the axes, the slowest first. pipeline: None for the default."""
 
     mesh: tuple[tuple[str, int], ...]
     zero: Any
     microbatches: int
     remat: Any
     offload: Any
+    pipeline: Any = None
 
     def spec(self, base: Spec, rules: Mapping[str, P] = EMPTY) -> Spec:
         """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
         used = {"shard": rules} if named(rules) & {name for name, _ in self.mesh} else {}
-        return replace(base, **{**self.fields, "mesh": dict(self.mesh), **used})
+        remat = getattr(self.remat, "rules", self.remat)
+        return replace(base, **{**self.fields, "mesh": dict(self.mesh), "remat": remat, **used})
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -62,14 +84,15 @@ class Candidate:
     def __str__(self) -> str:
         mesh = " ".join(f"{name}={size}" for name, size in self.mesh)
         offload = f" offload={self.offload}" if self.offload is not None else ""
-        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{offload}"
+        schedule = f" pipeline={self.pipeline}" if self.pipeline is not None else ""
+        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{offload}{schedule}"
 
 
 def default(spec: Spec, world_size: int) -> Candidate:
     """What the spec means without a planner."""
     auto = (("dp", world_size), *((axis, 1) for axis in sorted(named(spec.shard))))
     mesh = auto if spec.mesh == AUTO else mesh_of(spec, world_size).axes
-    return Candidate(mesh, spec.zero, spec.microbatches, spec.remat, spec.offload)
+    return Candidate(mesh, fixed(spec.zero), spec.microbatches, fixed(spec.remat), fixed(spec.offload), spec.pipeline)
 
 
 def candidates(
@@ -84,16 +107,18 @@ def candidates(
     """All candidates. given: the fields that are pinned. rows: of the global batch. layers: the numbered layers of the
     parameters. rules: of `shard`, that were found for a spec without any."""
     open_ = {f.name for f in fields(Candidate)} - {*given}
-    offloads = [spec.offload] if "offload" not in open_ else OFFLOADS if machine.host is not None else OFFLOADS[:1]
-    remats = REMATS if "remat" in open_ else (spec.remat,)
+    offloads = (
+        [fixed(spec.offload)] if "offload" not in open_ else OFFLOADS if machine.host is not None else OFFLOADS[:1]
+    )
+    remats = REMATS if "remat" in open_ else (fixed(spec.remat),)
     for mesh in (
         meshes(spec, world_size, layers, machine, rules) if "mesh" in open_ else [mesh_of(spec, world_size).axes]
     ):
-        for zero in stages(mesh) if "zero" in open_ else [spec.zero]:
+        for zero in stages(mesh) if "zero" in open_ else [fixed(spec.zero)]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
                 for remat in remats:
                     for offload in offloads:
-                        yield Candidate(mesh, zero, microbatches, remat, offload)
+                        yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline)
 
 
 def meshes(

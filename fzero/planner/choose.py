@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fzero.compile.lowered import Lowered
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.planner.candidates import Candidate, default, named
@@ -20,10 +20,12 @@ from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import lowered_of, step_seconds
+from fzero.planner.schedule_choice import fastest_schedule
 from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
+from fzero.planner.some_layers import fewest_layers
 from fzero.planner.tensor_rules import tensor_rules
-from fzero.spec import Spec
+from fzero.spec import Spec, check_spec
 
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
 
@@ -42,7 +44,7 @@ def plan(
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
-    Open are the fields `mesh`, `zero`, `microbatches`, `remat` and `offload` that were not given to the Spec, and
+    Open are the fields `mesh`, `zero`, `microbatches`, `remat`, `offload` and `pipeline` that were not given, and
     `prefetch`, `bucket_bytes`, `reduce` and `update_on` where they are None. A field that was given is pinned, also
     where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names. A spec
     without `shard` gets rules over an axis `tp` where they save time (`fzero.planner.tensor_rules`).
@@ -65,11 +67,17 @@ def plan(
     (1, {'dp': 8}, True)
     """
 
+    check_spec("plan", spec)
+    if most is not None and (type(most) is not int or most < 1):
+        raise SpecError(f"fzero.plan(most={most!r}): needed a positive int")
+
     def planned(one: Spec) -> Planned:
         problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
         return _planned(one, problem, most, phase)
 
-    return fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
+    found = fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
+    names = {*found.choices} | ({"device_bytes"} if found.spec.device_bytes != spec.device_bytes else set())
+    return replace(found, spec=found.spec.but(planned=names))
 
 
 def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:
@@ -77,14 +85,16 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
     problem = replace(problem, rules=tensor_rules(problem))
     sketch = sketched(problem)
     found = search(problem, sketch, most)
-    best = found.best()
+    best = fewest_layers(found) or found.best()
     if best is None:
         raise nothing_fits(problem, sketch, found)
+    best = fastest_schedule(found, best)
     own = found.rows[default(problem.spec, problem.world_size)]
     if found.fits(own) and own.seconds <= best.seconds / (1 - GAIN):
         best = found.rows[own.candidate] = found.whole(own.candidate)
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
-    open_ = [f.name for f in fields(Candidate) if f.name not in problem.given]
+    idle = {"pipeline"} if best.candidate.ranks.roles == 1 else set()
+    open_ = [f.name for f in fields(Candidate) if f.name not in problem.given | idle]
     choices = {name: _reason(name, best, table, found) for name in open_}
     if named(problem.rules.shard) & dict(best.candidate.mesh).keys():
         choices["shard"] = Choice(problem.rules.shard, "found by what a rank's part of the forward would take", CHOSEN)

@@ -26,6 +26,8 @@ def fastest_codec(spec: Spec, codecs: Sequence[str], gain: float, planned: Calla
     """
     known = [name for name, codec in CODECS.items() if not codec.feedback]
     codecs = [codecs] if isinstance(codecs, str) else codecs
+    if not isinstance(codecs, Sequence):
+        raise SpecError(f"fzero.plan(codecs={codecs!r}): needed names, as ('int8', 'int4')")
     for name in codecs:
         if name not in known:
             raise SpecError(f"fzero.plan(codecs={tuple(codecs)!r}): {name!r} is none of {', '.join(known)}")

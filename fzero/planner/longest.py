@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.api import lower
+from fzero.compile.ahead import lower
 from fzero.errors import SpecError, leaf_name
 from fzero.spec import Spec
 
@@ -73,6 +73,8 @@ def longest(
     """
     if type(step) is not int or step < 1:
         raise SpecError(f"fzero.longest(step={step!r}): needed a positive int")
+    if type(dim) is not int:
+        raise SpecError(f"fzero.longest(dim={dim!r}): needed a dim of the batch's tensors, as 1")
     batch_like = tree.plain(batch_like)
     start = _length(batch_like, dim)
     first = spec if isinstance(spec, Spec) else spec(max(step, start // step * step))

@@ -41,7 +41,8 @@ class NothingFitsError(SpecError):
 def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFitsError:
     """The error for a problem of which no candidate fits."""
     machine = problem.machine
-    head = f"nothing fits {problem.world_size} ranks with {size(problem.budget)} each ({machine.name})"
+    ranks = f"{problem.world_size} rank{'s' * (problem.world_size > 1)}"
+    head = f"nothing fits {ranks} with {size(problem.budget)} each ({machine.name})"
     whole = [row for row in found.rows.values() if not row.refused]
     if not whole:
         first = next(iter(found.rows.values()))
@@ -49,6 +50,7 @@ def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFits
     nearest = sorted(whole, key=lambda row: (_over(row, problem), row.peak))[:TRIED]
     least = min((found.tightest(row.candidate) for row in nearest), key=lambda row: (_over(row, problem), row.peak))
     beside = f" and {size(least.host)} of the host" if least.host > machine.host_budget else ""
+    beside += ", but its file has no [host]" if beside and machine.host is None else ""
     ways = (*_by_chunks(problem, sketch, found), *alternatives(problem, sketch))
     shown = "".join(f"\n  {way}" for way in ways) or "\n  none was found: cut the model, or its sequences"
     text = (

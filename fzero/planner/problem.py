@@ -68,6 +68,8 @@ def problem_of(
             "[[level]] to its file, or plan for fewer"
         )
     batch_of, rows = by_rows(tree.plain(batch_like))
+    if not rows:
+        raise SpecError("batch_like: its tensors have no rows: needed the global batch")
     layers = _layers(spec, params_like)
     equal = None if callable(params_like) or spec.loss is None else layers_of(params_like)
     return Problem(spec, given, params_like, batch_of, rows, layers, equal, world_size, machine, budget)

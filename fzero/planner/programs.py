@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fzero.api import lower
+from fzero.compile.ahead import lower
 from fzero.compile.decide import DECIDERS, Deciders
 from fzero.compile.decide.budgets import SMALL_TILE
 from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth

@@ -60,6 +60,17 @@ class Search:
             self.rows[one] = self._probed(one) or self.whole(one)
         return self.rows[one]
 
+    def row_in_full(self, one: Candidate) -> Row:
+        """The same of a candidate that shallow programs say nothing of."""
+        if one not in self.rows:
+            self.rows[one] = self.whole(one)
+        return self.rows[one]
+
+    def likely(self, one: Candidate) -> tuple[float, float]:
+        """(seconds, bytes) of a candidate: as it was found, else by the sketch and what was found of others."""
+        row = self.rows.get(one)
+        return _corrected(self, one) if row is None or row.refused else (row.seconds, float(row.peak))
+
     def whole(self, one: Candidate) -> Row:
         """The same of a candidate that is lowered in full. One that is too large is lowered again under the budget."""
         known = self.rows.get(one)

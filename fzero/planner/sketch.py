@@ -77,7 +77,7 @@ class Sketch:
         homes = str(one.offload or "")
         params = 0 if "params" in homes else self.params / (inner if stage == 3 or (stage and self.wire < 1) else 1)
         moments = 0 if "optimizer" in homes else self.optimizer / (inner if stage else 1)
-        gradients = self.params / (inner if stage >= 2 else 1)
+        gradients = 0 if "grads" in homes else self.params / (inner if stage >= 2 else 1)
         roles = dict(one.mesh).get(PIPELINE, 1)
         held = self.activations[self._like(one.remat)] * own
         return int((params + moments + gradients) / parts + held * min(roles, one.microbatches) / parts)
@@ -105,6 +105,7 @@ class Sketch:
         if host is None or not homes or not host.to_device_bytes:
             return 0.0
         moved = (self.params + (self.optimizer if "optimizer" in homes else 0)) / shards / parts
+        moved += 2 * self.params / shards / parts if "grads" in homes else 0
         updated = 2 * (self.params + self.optimizer) / shards / parts / host.adam_bytes if host.adam_bytes else 0.0
         return max(moved / host.to_device_bytes, updated)
 

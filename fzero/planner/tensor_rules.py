@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fzero import tree
-from fzero.api import lower
+from fzero.compile.ahead import lower
 from fzero.cost.flops import flops
 from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import Rates

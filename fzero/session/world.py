@@ -34,10 +34,12 @@ from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.disk import DiskFile
 from fzero.errors import SpecError, TreeError
 from fzero.ir.records import HOST
+from fzero.plan.parallelism import AUTO
 from fzero.plan.state_plan import Plan
+from fzero.planner.at_init import planned_by_first
 from fzero.runtime.stream_lanes import lanes_for
 from fzero.session.session import Session
-from fzero.spec import Spec
+from fzero.spec import Spec, check_spec
 from fzero.state import storage
 from fzero.state.homes import Homes, file_bytes
 from fzero.state.host_memory import host_memory
@@ -108,12 +110,36 @@ class World:
             patience = timedelta(seconds=seconds or process_group.TIMEOUT_SECONDS)
             group = dist.new_group(backend="gloo", timeout=patience)
         try:
-            if failure is None:
+            if failure is None and spec.mesh != AUTO:
                 mesh = mesh_of(spec, size)  # raises if it does not make this world
                 heartbeat.of(group).label = mesh.label
         except SpecError as error:
             failure = error
         return cls(rank, size, device, group, failure)
+
+    def planned(self, spec: Spec, params: Any, batch_like: Any, hardware: Any) -> Spec:
+        """The spec of `fzero.init` as it is, or, with `mesh="auto"`, as rank 0 plans it. Collective then. Raises
+        SpecError for arguments that do not fit, and on every rank what planning raises."""
+        if self.failure is not None or spec.mesh != AUTO:
+            if batch_like is not None or hardware is not None:
+                raise SpecError(
+                    "fzero.init(batch_like=, hardware=) are read with Spec(mesh='auto'), which plans. Leave them out"
+                )
+            return spec
+        failure = None
+        if batch_like is None:
+            failure = SpecError(
+                "fzero.init of Spec(mesh='auto') plans, and a plan needs the shapes of a batch: give init "
+                "batch_like=, the global batch (tensors on the meta device will do)"
+            )
+        self.agree("planning", hashlib.blake2b(_spec_text(spec).encode(), digest_size=8).hexdigest(), failure)
+        found = planned_by_first(spec, params, batch_like, hardware, self.rank, self.size, self.device, self.group)
+        return self.settled(found)
+
+    def settled(self, spec: Spec) -> Spec:
+        """The spec, whose mesh is known now: messages name ranks by their places in it."""
+        heartbeat.of(self.group).label = mesh_of(spec, self.size).label
+        return spec
 
     def agree(self, call: str, digest: str, failure: BaseException | None = None, same: Sequence[Same] = ()) -> None:
         """Raises on every rank if a rank has a `failure`, or if calls, digests or shared values differ (see
@@ -175,17 +201,6 @@ def _libraries() -> Same:
 def _one_digest(texts: Iterable[str]) -> str:
     """One digest for those of all rounds, of which a large state has more than a note to the other ranks holds."""
     return hashlib.blake2b(" ".join(sorted({*texts})).encode(), digest_size=8).hexdigest()
-
-
-def check_spec(name: str, spec: Any) -> None:
-    """Raises SpecError if `spec` is no Spec."""
-    if not isinstance(spec, Spec):
-        calls = {
-            "init": "fzero.init(params, spec)",
-            "lower": "fzero.lower(spec, params_like, batch_like)",
-            "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
-        }
-        raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
 
 
 def _file(spec: Spec, plan: Plan, rank: int, here: heartbeat.Presence) -> DiskFile | None:

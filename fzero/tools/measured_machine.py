@@ -28,25 +28,26 @@ from fzero.tools.machine_probes import memory_bytes
 GIB = 1 << 30
 MB = 1 << 20
 SECONDS = 60.0
+SIDE = 4096  # rows and columns of what loops read; products and attention are of a fraction of it
 FIGURES = ("memory_bytes", "memory_efficiency", "flops", "attention", "launch_us")
 
 
-def figures() -> dict[str, float]:
-    """What one rank reaches: operations a second of products by dtype and of attention; bytes a second of an addition,
-    and of the loops of a model on the average; seconds of a call on nothing."""
+def figures(side: int) -> dict[str, float]:
+    """What one rank reaches, with matrices of that size: operations a second of products by dtype and of attention;
+    bytes a second of an addition, and of the loops of a model on the average; seconds of a call on nothing."""
     torch.set_num_threads(1)
     found = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        found[name] = 2 * a.numel() * 1024 / fastest_of(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
-    q = torch.randn(4, 4, 256, 64)
+        a, b = torch.ones(side // 8, side // 4, dtype=dtype), torch.ones(side // 4, side // 4, dtype=dtype)
+        found[name] = 2 * a.numel() * side // 4 / fastest_of(lambda a=a, b=b: torch.mm(a, b))  # type: ignore[misc]
+    q = torch.randn(4, 4, side // 16, 64)
     attended = fastest_of(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    found["attention"] = 2 * q.numel() * 256 / attended
-    x, y = torch.randn(4096, 4096), torch.empty(4096, 4096)
+    found["attention"] = 2 * q.numel() * side // 16 / attended
+    x, y = torch.randn(side, side), torch.empty(side, side)
     found["stream"] = 3 * x.numel() * 4 / fastest_of(lambda: torch.add(x, y, out=y))
     loops: list[Callable[[], object]] = [
         lambda: F.gelu(x),
-        lambda: F.layer_norm(x, (4096,)),
+        lambda: F.layer_norm(x, (side,)),
         lambda: torch.softmax(x, -1),
         lambda: torch.mul(x, 2.0, out=y),
     ]
@@ -59,7 +60,7 @@ def figures() -> dict[str, float]:
 def _of_all_ranks(ranks: int) -> dict[str, float]:
     """The median of what `ranks` processes reach beside one another."""
     command = [sys.executable, "-c", "import json; from fzero.tools.measured_machine import figures; "
-               "print(json.dumps(figures()))"]  # fmt: skip
+               f"print(json.dumps(figures({SIDE})))"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(ranks)]
     try:

@@ -17,7 +17,7 @@ from functools import partial
 
 from fzero import progress
 from fzero.cost.memory import account
-from fzero.errors import VerifyError
+from fzero.errors import FzeroError, VerifyError
 from fzero.ir.liveness import gathered_bytes
 from fzero.ir.mesh import PIPELINE, parts_of
 from fzero.ir.op import Op
@@ -42,6 +42,11 @@ def verify(programs: Program | Mapping[int, Program], *, budget_bytes: int | Non
     (`lowered.roles`), because the meaning is that of all roles together. budget_bytes: bounds the planned peak of a
     rank.
     """
+    if not isinstance(programs, Program | Mapping):
+        raise FzeroError(
+            f"fzero.verify: needed a Program or {{rank: Program}}, got {type(programs).__name__}: lowered.program, "
+            "lowered.roles, or fzero.parse(text)"
+        )
     progress.now("verifying it")
     by_rank = {0: programs} if isinstance(programs, Program) else dict(programs)
     rules: dict[str, Rule] = {**RULES, "budget": partial(_budget, budget_bytes)}

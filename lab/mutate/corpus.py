@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fzero import api, tree
+from fzero import tree
 from fzero._torch_compat import FakeTensorMode
+from fzero.compile.ahead import lower
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op, make_op
@@ -255,7 +256,7 @@ def lowered(name: str, model: Model, tx: Tx, placed: Mapping[str, Any], world: i
     else:
         state, spec = params, Spec(loss=model.loss, optimizer=tx, **placed)
     batches = [model.batch(generator) for _ in range(world)]
-    done = api.lower(spec, state, batches[0], world_size=world)
+    done = lower(spec, state, batches[0], world_size=world)
     if tile_bytes is not None:
         done = replace(
             done,

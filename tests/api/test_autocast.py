@@ -127,6 +127,7 @@ def gathered(one: fzero.Lowered) -> dict[str, set[torch.dtype]]:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.sampled(1)
 def test_matrices_that_are_only_read_narrow_are_gathered_narrow(zero: int) -> None:
     """`k` is read as a view. The table is looked up in fp32, and norms and biases lie in a bucket of their own."""
     for path, dtypes in gathered(lowered(zero)).items():
@@ -167,6 +168,7 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.sampled(1)
 def test_meshes_compute_what_one_rank_does(mesh: str) -> None:
     """Losses are as near as bf16 sums in another order are; and no product is wide."""
     options = {"loss": loss, "optimizer": SGD, "precision": "autocast", "zero": 3}

@@ -166,7 +166,7 @@ def test_the_phase_to_lower_and_to_plan_is_an_argument() -> None:
     plain = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1))
     with pytest.raises(fzero.SpecError, match=r"phase='inner'.*: neither the optimizer nor the step has phases"):
         fzero.lower(plain, *given, phase="inner")
-    planned = fzero.plan(spec(), given[0], torch.ones(4, 3), world_size=2, hardware="h100", phase="outer")
+    planned = fzero.plan(spec(), given[0], torch.ones(4, 3), world_size=2, hardware="h100", phase="outer", most=2)
     assert planned.lowered.phase == "outer"
     assert planned.spec.phases is not None
     assert planned.spec.phases.at(2) == "outer"

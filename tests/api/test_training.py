@@ -312,6 +312,7 @@ def test_the_reduction_is_chosen_by_memory_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("rows", [256, 2240])  # of small activations, and where both ways are near
+@pytest.mark.sampled(1)
 def test_the_reduction_is_chosen_without_regard_to_what_changes_no_bit(rows: int) -> None:
     """Each option changes the planned memory, and promises to change no bit: the two ways differ in bits."""
     plain = chosen(rows).reduce

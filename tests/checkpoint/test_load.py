@@ -235,7 +235,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("world", "zero"), [(1, 3), (3, 3), (4, 1), (8, 3)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_rank_reads_the_blocks_it_needs_once_and_holds_few(
     world: int, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ def test_an_elementwise_op_over_its_operand_has_the_same_bits(name: str, dtype: 
     assert layout.nbytes < 2 * nbytes + 4096, "the result lies where its operand lay"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 700),

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
+from fzero.compile import collector
 from fzero.compile.collector import collector_paused
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """conftest.py has frozen what there was: what is frozen here is thawed, and then all is frozen again."""
+    gc.unfreeze()
+    monkeypatch.setattr(collector, "_others", False)
+    yield
+    gc.freeze()
 
 
 def test_frozen_objects_are_counted_once_however_deep_contexts_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,12 +36,12 @@ def test_frozen_objects_are_counted_once_however_deep_contexts_are(monkeypatch: 
     assert len(asked) == 2
 
 
-def test_what_somebody_else_has_frozen_stays_frozen() -> None:
+def test_what_somebody_else_has_frozen_stays_frozen_and_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
+    frozen, asked, count = gc.get_freeze_count(), [], gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: asked.append(1) or count())
+    for _ in range(3):
         with collector_paused():
-            pass
-        assert gc.get_freeze_count() > frozen // 2  # another thread may have dropped some of them
-    finally:
-        gc.unfreeze()
+            assert not gc.isenabled()
+    assert count() > frozen // 2  # another thread may have dropped some of them
+    assert len(asked) == 1

@@ -125,6 +125,7 @@ def masked(folder: str, **options: Any) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["filtered", "as they are"])
+@pytest.mark.sampled(1)
 def test_a_micro_batch_without_labels_is_logged_as_the_stock_trainer_logs_it(kept: bool, tmp_path: Path) -> None:
     """Its loss is NaN and its gradient 0. `logging_nan_inf_filter` puts the mean of the losses so far in its place."""
     ours, stock = masked(str(tmp_path), logging_nan_inf_filter=kept)

@@ -25,12 +25,12 @@ def gap(a: dict[int, float], b: dict[int, float]) -> float:
 def on_mesh(folder: str, mesh: dict[str, int], resume: str | None = None) -> Any:
     """(the result, predictions, the resumed result). At the top for `gloo`."""
     options = {**RUN, "spec": {"mesh": mesh}}
-    trainer = make(OURS, "llama", Path(folder), **options)
+    trainer = make(OURS, "llama of two layers", Path(folder), **options)
     trainer.train()
     predicted = trainer.predict(trainer.eval_dataset)
     found = result(trainer)
     trainer.save_model(f"{folder}/export")
-    again = make(OURS, "llama", Path(folder), **options)
+    again = make(OURS, "llama of two layers", Path(folder), **options)
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     return found, predicted.predictions, result(again)
 
@@ -52,7 +52,7 @@ def assert_stock(outcomes: Any, stock: Result, predicted: Any, folder: Path) -> 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_two_ranks_of_one_batch_train_as_one_process_does(axis: str, tmp_path: Path) -> None:
     """Losses, evaluations, predictions, a resumed run, and the export."""
-    stock = make(STOCK, "llama", tmp_path / STOCK, **RUN)
+    stock = make(STOCK, "llama of two layers", tmp_path / STOCK, **RUN)
     stock.train()
     predicted = stock.predict(stock.eval_dataset).predictions
     outcomes = values(gloo(2, on_mesh, str(tmp_path / OURS), {axis: 2}))
@@ -60,7 +60,7 @@ def test_two_ranks_of_one_batch_train_as_one_process_does(axis: str, tmp_path: P
 
 
 def stock_on_rank(folder: str) -> Any:
-    trainer = make(STOCK, "llama", Path(folder), **RUN)
+    trainer = make(STOCK, "llama of two layers", Path(folder), **RUN)
     trainer.train()
     return result(trainer), trainer.predict(trainer.eval_dataset).predictions
 

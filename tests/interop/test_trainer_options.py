@@ -36,7 +36,7 @@ def measured(prediction: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_options_give_what_they_give_with_the_stock_trainer(case: str, tmp_path: Path) -> None:
     logs = []
     for kind in (OURS, STOCK):

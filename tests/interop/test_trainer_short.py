@@ -41,6 +41,7 @@ def answered(count: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("kind", ["BertForQuestionAnswering", "T5ForQuestionAnswering"])
+@pytest.mark.sampled(1)
 def test_question_answering_fills_a_short_batch(kind: str, tmp_path: Path) -> None:
     """13 rows in windows of 2 x 4: the last window is one row. One program, and stock's numbers."""
 
@@ -88,7 +89,7 @@ CASES: dict[str, tuple[Any, list[Row]]] = {
 
 @pytest.mark.parametrize("accumulated", [2, 3], ids=["a whole window", "a short one"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_short_batch_that_no_rows_can_fill_is_taken_at_its_own_size(
     case: str, accumulated: int, tmp_path: Path
 ) -> None:

@@ -65,7 +65,6 @@ def test_out_forms_write_where_they_are_told(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("size", [64, 4096, 131_072, 300_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.sampled(5)
 def test_the_workspace_is_what_the_allocator_gives(name: str, size: int, dtype: torch.dtype) -> None:
     ops, x = OPS[name], randn(size, dtype=dtype)
     message = ops.encode(x)

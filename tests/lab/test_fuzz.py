@@ -193,12 +193,13 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
 def test_lines_of_another_commit_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What failed there may be mended, and what passed broken: their cases run again, and only these count."""
     file = tmp_path / "out.jsonl"
-    command = ["--seed", "5", "--count", "1", "--out", str(file), "--jobs", "1", "--commit"]
     part = file.with_name("out.jsonl.0")
+    command = ["--seed", "5", "--count", "1", "--out", str(part), "--commit"]
     old = {"case": "5:0", "end": "crashed", "reason": "", "what": "", "seconds": 0.0, "commit": "one"}
     part.write_text(json.dumps(old))
     part.with_name("out.jsonl.0.now").write_text("checked 5:1\none")
-    assert main([*command, "two"]) == 0
+    in_a_process = ["--seed", "5", "--count", "1", "--out", str(file), "--jobs", "1", "--commit", "two"]
+    assert main(in_a_process) == 0
     assert main([*command, "two"]) == 0
     kept = [json.loads(line) for line in part.read_text().splitlines()]
     assert [(line["case"], line["end"], line["commit"]) for line in kept] == [

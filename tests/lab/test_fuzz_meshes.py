@@ -49,6 +49,7 @@ CUT = {"blocks/*/up": P(None, "tp"), "blocks/*/up_b": P("tp"), "blocks/*/down": 
 
 
 @pytest.mark.parametrize("seed", [101, 935, 1005])  # that draw small models
+@pytest.mark.sampled(2)
 def test_random_models_on_random_meshes_train_as_on_one_rank(seed: int) -> None:
     report = run(range(3), seed)
     assert report.failed == []
@@ -282,7 +283,7 @@ def test_lines_of_another_commit_do_not_count(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("number", range(200))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_checkpoint_goes_to_another_mesh_in_bits_and_trains_on(number: int, folder: Path) -> None:
     first, second = checkpoints.draw_pair(0, number)
     outcome = checkpoints.exchange(first, second, folder)

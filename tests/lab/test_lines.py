@@ -35,6 +35,7 @@ def test_lines_that_compute_are_broken_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("room", lines.ROOMS)
+@pytest.mark.sampled(2)
 def test_each_broken_line_is_python_and_another_program(room: str) -> None:
     broken = lines.drawn(room, 40, seed=1)
     assert len({(b.path, b.number) for b in broken}) == 40

@@ -37,13 +37,13 @@ from lab.mutate.oracle import difference, outcome
 
 UNBROKEN, EACH = (
     {
-        draw: 8,
-        draw_pipeline: 2,
+        draw: 6,
+        draw_pipeline: 1,
         draw_hierarchy: 1,
-        draw_offloaded: 2,
+        draw_offloaded: 1,
         draw_parallel: 1,
-        draw_coded: 2,
-        draw_windowed: 3,
+        draw_coded: 1,
+        draw_windowed: 2,
     },
     3,
 )
@@ -86,7 +86,7 @@ def test_poison_changes_nothing_in_an_unbroken_program(benches: list[Bench]) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_every_mutant_that_changes_meaning_is_refused(kind: str, benches: list[Bench]) -> None:
     rng, changing, missed = random.Random(kind), 0, []
     for _ in range(20):
@@ -103,7 +103,7 @@ def test_every_mutant_that_changes_meaning_is_refused(kind: str, benches: list[B
 
 def test_mutants_of_several_axes_are_refused() -> None:
     """One of each kind at least; 1,500 under `make acceptance`."""
-    report = run(count=12, seed=1, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
+    report = run(count=1, seed=1, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
     assert report.good, report
     assert min(report.changing[kind] for kind in AXES) >= 1
 

@@ -94,7 +94,7 @@ def test_a_step_is_that_of_a_loop_by_hand(policy: str, grid: str) -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_stages_have_one_set_of_bits(policy: str, grid: str, microbatches: int) -> None:
     given = {"precision": Precision(**POLICIES[policy]), "microbatches": microbatches}
     first = trained(GRIDS[grid], zero=0, **given)
@@ -111,7 +111,7 @@ def test_stages_have_one_set_of_bits(policy: str, grid: str, microbatches: int) 
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_what_changes_no_bit_changes_none_of_messages(given: dict[str, Any]) -> None:
     policy = {"precision": Precision(gather="int8", reduce="int4"), "microbatches": 2, "zero": 3}
     zero = 1 if "mesh" in given else 3
@@ -121,6 +121,7 @@ def test_what_changes_no_bit_changes_none_of_messages(given: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("reduce", ["each", "end"])
+@pytest.mark.sampled(1)
 def test_hierarchies_and_when_gradients_are_reduced(reduce: str) -> None:
     given = {"precision": Precision(gather="int8", reduce="int8"), "microbatches": 2, "reduce": reduce}
     plain = trained(GRIDS["2x2"], zero=3, **given)
@@ -189,7 +190,7 @@ EXACT = ("norm/b",)
 
 def sent(world: int = 4, zero: int = 3, **given: Any) -> tuple[Counter[str], int]:
     """(bytes by kind of transfer, elements of the matrices) of a GPT whose leaves are matrices but for 1 %."""
-    init, loss = cases.gpt(vocab=2048, width=256, depth=4)
+    init, loss = cases.gpt(vocab=2048, width=256, depth=1)
     spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=zero, **given)
     program = fzero.lower(spec, init, cases.tokens(2, 64, 2048), world_size=world).program
     found: Counter[str] = Counter()
@@ -223,6 +224,7 @@ def test_int8_both_ways_is_nearly_four_times_less() -> None:
 
 @pytest.mark.parametrize("lost", [float("nan"), float("inf")])
 @pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.sampled(2)
 def test_a_lost_element_is_seen_on_all_ranks_and_skipped(lost: float, zero: int) -> None:
     def batch(rank: int, step: int) -> Tensor:
         given = rows(rank, step)
@@ -249,6 +251,18 @@ def own_step(state: Any, batch: Tensor, reduce: bool = True) -> Any:
 
     value, grads = fzero.value_and_grad(loss, precision=Precision(reduce="int8"), reduce=reduce)(state, batch)
     return tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
+
+
+def test_exact_of_nothing_codes_every_leaf_but_scalars() -> None:
+    both = Precision(gather="int8", exact=())
+    assert [both.coding("blocks/0/b", torch.zeros(shape)).gather for shape in [(8,), (8, 8), ()]] == [
+        "int8",
+        "int8",
+        None,
+    ]
+    assert both.coding("wte", torch.zeros(8, 8)).gather == "int8"
+    with pytest.raises(SpecError, match=r"Precision\(exact=3\): needed path rules, as in"):
+        Precision(gather="int8", exact=3)  # type: ignore[arg-type]
 
 
 def test_what_codecs_refuse() -> None:
@@ -286,7 +300,7 @@ def test_what_codecs_refuse() -> None:
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
 @pytest.mark.sampled(1)
 def test_hugging_face_models_train_as_without_codecs(name: str, codecs: tuple[str, str], whole: bool) -> None:
-    """The loss of fifty steps (ten, in a sample) is within a hundredth."""
+    """The loss of each of fifty steps (four, in a sample) is within a hundredth; norms and embeddings are exact."""
     case = hf_models.CASES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -297,11 +311,11 @@ def test_hugging_face_models_train_as_without_codecs(name: str, codecs: tuple[st
         return fzero.Mean(*case.loss(apply(params, buffers, **given), batch))
 
     losses = []
-    for precision in ("fp32", Precision(gather=codecs[0], reduce=codecs[1], exact=("**/bias",))):
+    for precision in ("fp32", Precision(gather=codecs[0], reduce=codecs[1])):
         spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=3, transfers="p2p", precision=precision)
         losses.append(
             run(
-                spec, params, lambda rank, _: case.batch(rank, 0), world=2, steps=50 if whole else 10, poison=False
+                spec, params, lambda rank, _: case.batch(rank, 0), world=2, steps=50 if whole else 4, poison=False
             ).losses()
         )
     for plain, coded in zip(*losses, strict=True):

@@ -96,6 +96,7 @@ def test_a_step_is_that_of_a_loop_by_hand() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"sequence": "tp"}, {"microbatches": 2, "remat": "full"}], ids=str)
+@pytest.mark.sampled(1)
 def test_stages_have_one_set_of_bits_near_one_rank(given: dict[str, Any]) -> None:
     policy = Precision(sums="int8", gather="int8", reduce="int8", compute="bf16")
     mesh = {"dp": 2, "tp": 2}

@@ -201,6 +201,7 @@ def test_onebit_lamb_is_the_algorithm() -> None:
 
 
 @pytest.mark.parametrize("method", recipes.METHODS)
+@pytest.mark.sampled(2)
 def test_the_example_runs_and_learns(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     losses = recipes.main(["--method", method, "--steps", "40"])
     assert losses[-1] < 0.9 * losses[0]
@@ -209,6 +210,7 @@ def test_the_example_runs_and_learns(method: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("method", ["diloco", "zero-one"])
+@pytest.mark.sampled(1)
 def test_every_stage_has_the_same_bits(method: str) -> None:
     start, spec = recipes.toy_spec(method, 12)
     state = start(fzero.random.key(0))

@@ -2,7 +2,7 @@
 
 `workers/on_standin.py` runs its scenarios in one process and in two, and notes which of CUDA's lines each executes.
 The lines (by the rules of `standin/lines.py`) and the scenarios that run them are in golden/cuda_lines.txt; one that no
-scenario runs fails here.
+scenario runs fails here. What is in `LONG` runs in `make acceptance`: no line runs there alone.
 """
 
 from __future__ import annotations
@@ -33,23 +33,27 @@ pytestmark = [
 WORKER = Path(__file__).parents[1] / "support" / "workers" / "on_standin.py"
 TEXT = WORKER.read_text() + (WORKER.parents[1] / "standin" / "faults.py").read_text()
 SHOWN = 2  # scenarios named for a line
+LONG = {"a_state_larger_than_the_device", "updates_on_the_host_in_slots_used_again"}
 NAMES = {int(world): re.findall(rf"@scenario\({world}\)\ndef (\w+)", TEXT) for world in "12"}
+CASES = [(world, name) for world, names in NAMES.items() for name in names if name not in LONG]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """What the ranks of a world told, by its size."""
-    return cache(lambda world: _run(world, tmp_path_factory.mktemp(f"world{world}")))
+    """What the ranks of a world told of its scenarios but the long ones, by its size."""
+    short = {world: [name for name in names if name not in LONG] for world, names in NAMES.items()}
+    return cache(lambda world: _run(world, short[world], tmp_path_factory.mktemp(f"world{world}")))
 
 
-def _run(world: int, folder: Path) -> dict[str, Any]:
+def _run(world: int, names: list[str], folder: Path) -> dict[str, Any]:
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[3], WORKER.parents[1])), *sys.path])}
     env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder), **lines.keep_lines(folder / "lines.json")}
     env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if world > 1 else {}
     ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else env for rank in range(world)]
     started = [
-        subprocess.Popen([sys.executable, str(WORKER)], stdout=PIPE, stderr=PIPE, text=True, env=e) for e in ranks
+        subprocess.Popen([sys.executable, str(WORKER), *names], stdout=PIPE, stderr=PIPE, text=True, env=e)
+        for e in ranks
     ]
     try:
         with ThreadPoolExecutor(world) as threads:
@@ -63,12 +67,18 @@ def _run(world: int, folder: Path) -> dict[str, Any]:
     ran: dict[str, set[str]] = {}
     for row in rows:
         failed |= row["failed"]
-        for key, names in row["ran"].items():
-            ran.setdefault(key, set()).update(names)
+        for key, those in row["ran"].items():
+            ran.setdefault(key, set()).update(those)
     return {"failed": failed, "done": set(rows[0]["seconds"]), "ran": ran}
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in NAMES.items() for name in names])
+@pytest.mark.acceptance
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_long_ones(name: str, tmp_path: Path) -> None:
+    assert _run(1, [name], tmp_path)["failed"] == {}
+
+
+@pytest.mark.parametrize(("world", "name"), CASES)
 def test_on_the_stand_in(told: Callable[[int], dict[str, Any]], world: int, name: str) -> None:
     found = told(world)
     assert name not in found["failed"], found["failed"][name]
@@ -76,7 +86,7 @@ def test_on_the_stand_in(told: Callable[[int], dict[str, Any]], world: int, name
 
 
 def test_every_line_of_cuda_has_run(told: Callable[[int], dict[str, Any]], golden: Callable[[str, str], None]) -> None:
-    order = [name for names in NAMES.values() for name in names]
+    order = [name for _, name in CASES]
     shown, missed = [], []
     for line in lines.cuda_lines():
         ran = set().union(*(told(world)["ran"].get(line.key, ()) for world in NAMES))

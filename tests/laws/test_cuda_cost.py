@@ -1,6 +1,7 @@
 """The account of CUDA's step, made where there is no device: GPT-2 large (8 x 1,024 tokens, bf16, AdamW, one rank).
 
-A process of `fzero fake-cuda` lowers it (tests/support/workers/on_fake_cuda.py). Goldens hold what it moves, by kind.
+A process of `fzero fake-cuda` lowers it (tests/support/workers/on_fake_cuda.py). Goldens hold what it moves, by kind:
+of six of its 36 layers in `make test`, of all in `make acceptance`.
 That the formula gives the step times which were recorded on an H100 is tests/cost/test_recorded_steps.py.
 """
 
@@ -33,8 +34,18 @@ needs_fakes = [
 ]
 
 
+FEW, ALL = 6, 36  # layers
+DEPTHS = [FEW, pytest.param(ALL, marks=pytest.mark.acceptance)]
+
+
+@pytest.fixture(scope="module", params=DEPTHS)
+def layers(request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    return count
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(layers: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the worker told."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FZERO_CACHE", str(ROOT / "runs" / "standin"))
@@ -43,7 +54,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TORCHINDUCTOR_CACHE_DIR": cache}
     worker = ROOT / "tests" / "support" / "workers" / "on_fake_cuda.py"
     done = subprocess.run(
-        [sys.executable, str(worker)], env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+        [sys.executable, str(worker), str(layers)],
+        env={**env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -54,12 +69,15 @@ class TestWithoutADevice:
     pytestmark = needs_fakes
 
     @pytest.mark.parametrize("how", ["none", "auto"])
-    def test_what_a_step_moves(self, told: dict[str, Any], how: str, golden: Callable[[str, str], None]) -> None:
-        golden(f"cuda_cost/{how}", told[how]["text"])
+    def test_what_a_step_moves(
+        self, told: dict[str, Any], layers: int, how: str, golden: Callable[[str, str], None]
+    ) -> None:
+        golden(f"cuda_cost/{how}" if layers == ALL else f"cuda_cost/{how}_{layers}_layers", told[how]["text"])
 
     def test_no_product_is_unaligned(self, told: dict[str, Any]) -> None:
         assert all("\n0 products with a side" in told[how]["text"] for how in ("none", "auto"))
 
+    @pytest.mark.parametrize("layers", DEPTHS[1:], indirect=True)
     def test_the_model_gives_what_the_documents_say(self, told: dict[str, Any]) -> None:
         """Modelled, not measured: docs/performance.md has these figures."""
         assert told["none"]["ms"] < 112
@@ -74,7 +92,7 @@ class TestWithoutADevice:
         assert "device" not in told["none"]["choices"]
 
     def test_depth_adds_no_cluster(self, told: dict[str, Any]) -> None:
-        assert told["auto"]["clusters"] == told["clusters_12"]
+        assert told["auto"]["clusters"] == told["clusters_of_a_third"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a device")

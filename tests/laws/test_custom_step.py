@@ -1028,6 +1028,7 @@ def large(key: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.sampled(1)
 def test_init_from_a_function_takes_the_shard_and_one_leaf(world: int) -> None:
     recipe = Recipe(large, [random.key(0)])
     plan = layout(recipe.paths, recipe.values, mesh=Mesh((("dp", world),)), zero=3)

@@ -76,7 +76,7 @@ def test_a_rank_that_is_stopped_in_a_step(transfers: str, tmp_path: Any) -> None
         waiting_op(message, one["lines"])
 
 
-@pytest.mark.parametrize("how", ["steps", pytest.param("save", marks=LONG), pytest.param("front", marks=LONG), "end"])
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=LONG) for how in ("steps", "save", "front")), "end"])
 def test_a_rank_that_is_stopped_in_a_save(how: str, tmp_path: Path) -> None:
     """Its thread may wait for that rank for as long as it likes: the process does not, and ends. The clock is that of
     all processes, from the signal to the other process's end. A machine with many that wait for a core has more."""

@@ -324,6 +324,7 @@ def wrapped(how: Callable[..., Any]) -> Callable[[Any, Tensor], Tensor]:
     ],
     ids=["fzero.remat", "checkpoint", "nested"],
 )
+@pytest.mark.sampled(2)
 def test_what_is_computed_again_has_the_same_masks(how: Callable[..., Any]) -> None:
     plain, again = train(), train(wrapped(how))
     assert not differing(again.final, plain.final)

@@ -72,6 +72,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # (ranks, parts of the ba
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(3)
 def test_metrics_are_means_over_the_whole_batch(case: str) -> None:
     world, num_parts, options = CASES[case]
     spec = fzero.Spec(loss=loss, optimizer=SGD, **options)

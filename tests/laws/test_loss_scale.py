@@ -160,7 +160,7 @@ def split(found: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2, "reduce": "each"}, {"clip_norm": 0.5}], ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_an_overflow_on_one_rank_skips_one_step_on_all(zero: int, options: dict[str, Any]) -> None:
     result = run(spec(zero=zero, **options), MLP.init(random.key(0)), batch, world=2, steps=5, every_step=True)
     states = [split(dict(zip(result.paths, leaves, strict=True))) for leaves in result.leaves]

@@ -129,7 +129,7 @@ def test_bits_over_tp_do_not_depend_on_where_leaves_are_held(
     assert any(op.moves for op in moved.lowered.program.ops)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("homes", [*(name for name in HOMES if name != "mixed"), "activations"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])
@@ -159,7 +159,7 @@ def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
     assert any(op.moves for program in moved.lowered.programs.values() for op in program.ops)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("home", ["all on cpu", "all on nvme", "optimizer on cpu", "params on cpu", "activations"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize("reduce", ["end", "each"])
@@ -430,7 +430,7 @@ def test_clipped_gradients_may_wait_off_the_device(space: str, folder: Path, mon
     assert "gradients" not in stays.choices
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("to", ["nvme", "cpu"])
 @pytest.mark.parametrize(("world", "options"), [(2, {"zero": 3, "microbatches": 2}), (3, {"zero": 1}), (1, {})])
 def test_bits_do_not_depend_on_where_clipped_gradients_wait(

@@ -100,6 +100,7 @@ FIRST = [("1f1b", 3, "clipped lamb", 1), ("zb-v", 3, "loss scale", 1), ("gpipe",
 
 
 @pytest.mark.parametrize(("schedule", "roles", "update", "tp"), FIRST)
+@pytest.mark.sampled(1)
 def test_three_roles_and_two_axes(schedule: str, roles: int, update: str, tp: int) -> None:
     test_every_update_lowers_on_every_schedule(schedule, roles, update, tp)
 
@@ -113,7 +114,7 @@ def test_every_update_lowers_on_every_schedule(schedule: str, roles: int, update
 
 
 @pytest.mark.parametrize(("schedule", "roles", "update", "tp"), RUN)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_numbers_are_those_of_no_pipeline(schedule: str, roles: int, update: str, tp: int) -> None:
     """Bit by bit beside the same mesh without roles, and but for rounding beside one process."""
     rest = {"tp": tp} if tp > 1 else {"dp": 1}

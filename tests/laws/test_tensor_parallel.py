@@ -140,6 +140,7 @@ def test_only_q_k_and_v_are_as_many_as_the_weight_says() -> None:
 
 
 @pytest.mark.parametrize(("name", "n"), [("Mamba2", 4), ("ModernBERT", 8)])
+@pytest.mark.sampled(1)
 def test_what_is_no_cut_through_heads_lowers(name: str, n: int) -> None:
     """Tokens in parts that are seen in chunks; and fewer heads than ranks behind a fused q, k and v."""
     pytest.importorskip("transformers")
@@ -214,7 +215,7 @@ def between(program: Program) -> dict[str, int]:
 
 def test_what_was_gathered_is_gathered_again_and_not_kept() -> None:
     """A layer then keeps its parts of the residual stream, and sends the bytes of its gathers once more."""
-    n, layers = 4, 3
+    n, layers = 4, 2
     model = gpt(fused=True, layers=layers, rows=16)
     plain, again = (
         kept.lower(

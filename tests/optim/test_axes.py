@@ -94,7 +94,7 @@ def spec(name: str, **given: Any) -> fzero.Spec:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_numbers_of_one_process(name: str, axis: str) -> None:
     given = AXES[axis]
     if TABLE[name][axis] == "no":

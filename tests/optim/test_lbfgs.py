@@ -63,6 +63,7 @@ def theirs(names: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.sampled(1)
 def test_its_steps_are_those_of_torch(zero: int) -> None:
     """More steps than it remembers; and nothing of its state is gathered."""
     names = recipe()

@@ -142,6 +142,7 @@ def test_the_first_phase_is_adam_bit_for_bit(corrected: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{"microbatches": 2}, {"precision": "bf16"}, {"nonfinite": "skip"}], ids=str)
+@pytest.mark.sampled(1)
 def test_every_stage_has_the_same_bits(options: dict[str, Any], whole: bool) -> None:
     runs = [
         run(spec(zero=zero, bucket_bytes=8192, **options), first(), batch, world=2, steps=WARM + 2).final
@@ -151,6 +152,7 @@ def test_every_stage_has_the_same_bits(options: dict[str, Any], whole: bool) -> 
 
 
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"offload": "optimizer"}, {"prefetch": 2}], ids=str)
+@pytest.mark.sampled(1)
 def test_where_values_are_held_changes_no_bit(options: dict[str, Any]) -> None:
     one, other = (run(spec(zero=3, **given), first(), batch, world=2, steps=WARM + 1).final for given in ({}, options))
     assert all(same_bits(one[name], other[name]) for name in one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def loss(p: Any, x: Any) -> Any:
     return (torch.relu(x @ p["w"]) @ p["v"]).square().mean()
 
 
+@cache
 def planned(faster: float, **given: Any) -> fzero.Planned:
     machine = hardware.load("h100")
     levels = tuple(replace(level, bytes=level.bytes * faster) for level in machine.levels)

@@ -32,6 +32,7 @@ def batch(length: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("given", "start"), [({}, 16), ({"loss_chunks": 8}, 4096), ({"remat": "full", "prefetch": 0}, 512)], ids=str
 )
+@pytest.mark.sampled(1)
 def test_the_answer_fits_and_a_step_more_does_not(given: dict[str, Any], start: int) -> None:
     budget = 3_000_000
     spec = fzero.Spec(loss=loss, optimizer=SGD, **given)

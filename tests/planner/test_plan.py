@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -61,6 +62,12 @@ def planned(
     )
 
 
+@functools.cache
+def usual(memory: int | None = None) -> fzero.Planned:
+    """Planned once for all tests that ask for it."""
+    return planned(memory=memory)
+
+
 def test_what_was_given_is_pinned_also_where_it_is_the_default() -> None:
     """3 is the stage of a Spec that says nothing; said, it stays."""
     for zero in (1, 3):
@@ -69,7 +76,7 @@ def test_what_was_given_is_pinned_also_where_it_is_the_default() -> None:
         assert {row.candidate.mesh for row in found.table} == {(("dp", 4),)}
         assert sorted(found.choices)[:3] == ["bucket_bytes", "microbatches", "offload"]
         assert "zero" not in found.choices
-    assert len({row.candidate.zero for row in planned().table}) > 1
+    assert len({row.candidate.zero for row in usual().table}) > 1
 
 
 def test_a_spec_knows_what_was_given() -> None:
@@ -79,7 +86,7 @@ def test_a_spec_knows_what_was_given() -> None:
 
 
 def test_the_answer_is_text_that_makes_the_same_program() -> None:
-    found = planned(memory=375_000)
+    found = usual(375_000)
     spec = given()
     pasted = eval(found.python(), {"dataclasses": dataclasses, "spec": spec})
     data = pasted_mesh(pasted)
@@ -93,21 +100,18 @@ def pasted_mesh(spec: fzero.Spec) -> int:
 
 
 def test_a_mesh_that_is_left_open_is_no_mesh_to_run_on() -> None:
-    with pytest.raises(SpecError, match=r"mesh='auto': fzero.plan chooses it"):
+    with pytest.raises(SpecError, match=r"mesh='auto': .* Here plan first: spec = fzero.plan"):
         fzero.lower(given(mesh="auto"), layers(1, 8), torch.empty(4, 8), world_size=2)
-    assert planned(given(mesh="auto")).spec.mesh == planned().spec.mesh
+    assert planned(given(mesh="auto")).spec.mesh == usual().spec.mesh
 
 
 def test_the_same_file_gives_the_same_answer() -> None:
-    assert str(planned(memory=375_000)) == str(planned(memory=375_000))
+    assert str(planned(memory=375_000)) == str(usual(375_000))
 
 
 def test_the_default_is_among_the_candidates_and_the_answer_no_slower() -> None:
-    for world, memory in itertools.product((1, 2, 8), (None, 280_000)):
-        try:
-            found = planned(world=world, memory=memory)
-        except NothingFitsError:
-            continue
+    for world, memory in ((1, None), (2, 280_000), (8, 280_000)):
+        found = planned(world=world, memory=memory)
         plain = next(row for row in found.table if row.candidate == candidates.default(given(), world))
         assert not plain.fits(found.memory, TOY.host_budget) or found.seconds <= plain.seconds * (1 + 1e-9)
         assert found.peak <= found.memory
@@ -116,14 +120,11 @@ def test_the_default_is_among_the_candidates_and_the_answer_no_slower() -> None:
 def test_less_memory_is_bought_with_time() -> None:
     """Of falling budgets each answer fits, and none is faster than that of a larger one."""
     seconds = []
-    for memory in (1_500_000, 560_000, 280_000, 190_000):
-        try:
-            found = planned(memory=memory, most=12)
-        except NothingFitsError:
-            break
-        assert found.peak <= memory
+    for memory in (None, 375_000, 280_000, 190_000):
+        found = usual(memory)
+        assert found.peak <= found.memory
+        assert memory in (None, found.memory)
         seconds.append(found.seconds)
-    assert len(seconds) > 2
     assert all(later >= earlier * (1 - choose.GAIN) for earlier, later in itertools.pairwise(seconds))
 
 
@@ -159,10 +160,10 @@ def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
     ("world", "n", "width"),
     [
         (2, 3, 64),
-        (2, 2, 32),
+        (4, 2, 32),
         (2, 2, 128),
         (4, 3, 64),
-        (4, 2, 32),
+        (2, 2, 32),
         (4, 4, 64),
         (1, 3, 64),
         (1, 2, 128),
@@ -171,16 +172,22 @@ def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
     ],
 )
 @pytest.mark.sampled(1)
-def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(world: int, n: int, width: int) -> None:
+def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(
+    world: int, n: int, width: int, whole: bool
+) -> None:
     """One byte less than the least is refused, the least itself is planned; the ways out are lowered programs."""
     few, rows = 5 * width * width, 2 * world
     with pytest.raises(NothingFitsError, match=rf"nothing fits {world} ranks with 0\.\d\d MB each") as caught:
-        planned(n=n, width=width, world=world, memory=few, rows=rows, most=4)
+        planned(n=n, width=width, world=world, memory=few, rows=rows, most=4 if whole else 2)
     least = caught.value.least
     assert least is not None
     assert f"({least.peak:,} bytes)" in str(caught.value)
-    assert all(not row.refused for row in (way.row for way in caught.value.alternatives))
-    assert planned(n=n, width=width, world=world, memory=least.peak, rows=rows, most=12).peak <= least.peak
+    ways = {way.words: way.row for way in caught.value.alternatives}
+    assert ("The nearest that fit:\n  " in str(caught.value)) == bool(ways)
+    assert all(not row.refused for row in ways.values())
+    assert all(row.peak <= few for words, row in ways.items() if "GB" not in words)
+    most = 12 if whole else 6
+    assert planned(n=n, width=width, world=world, memory=least.peak, rows=rows, most=most).peak <= least.peak
     pinned = {**least.candidate.fields, "mesh": dict(least.candidate.mesh)}
     if "tp" not in pinned["mesh"]:
         with pytest.raises(NothingFitsError):
@@ -195,7 +202,7 @@ def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(world: int,
         ({"zero": 0, "mesh": {"dp": 2}, "remat": "none", "microbatches": 1}, 320_000, 1024, "rows"),
     ],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance  # the test before has the ways out of one problem
 def test_ways_out(fields: dict[str, Any], memory: int, rows: int, words: str) -> None:
     with pytest.raises(NothingFitsError) as caught:
         planned(given(**fields), world=2, memory=memory, rows=rows, most=4)
@@ -269,7 +276,8 @@ PROBLEM = """
 import fzero, torch
 
 def problem():
-    spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))
+    pinned = {"zero": 3, "microbatches": 1, "remat": "none", "offload": None}
+    spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1), **pinned)
     return spec, {"w": torch.empty(64, 64, device="meta")}, torch.empty(8, 64, device="meta")
 
 number = 3
@@ -314,3 +322,53 @@ def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] == 1 << 30
     assert by_rates(machine, Mesh((("dp", 1),))).bucket_bytes({}).value == BUCKET_BYTES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"zero": {"layers/0/**": 1, "**": 3}},
+        {"remat": {"layers/0/**": "full"}},
+        {"offload": {"opt_state/**": "cpu"}},
+        {"mesh": {"dp_out": 2, "dp": 2}, "zero": {"params": ("dp",), "grads": ("dp",), "optimizer": ("dp_out", "dp")}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_path_rules_are_pinned_as_other_values_are(fields: dict[str, Any]) -> None:
+    found = planned(given(**fields), most=2)
+    assert all(getattr(found.spec, name) == value for name, value in fields.items())
+    assert not fields.keys() & found.choices.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"most": 0}, r"most=0\): needed a positive int"),
+        ({"hardware": None}, r"hardware=None: needed a preset \(a100"),
+        ({"codecs": 3}, r"codecs=3\): needed names"),
+        ({"memory": "1GB"}, r"memory='1GB'\): needed a positive int"),
+        ({"rows": 0}, "its tensors have no rows"),
+    ],
+)
+def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        planned(**options)
+    with pytest.raises(SpecError, match=r"fzero.plan needed a Spec, got NoneType: call fzero.plan\("):
+        fzero.plan(None, layers(1, 4), torch.empty(4, 4), world_size=1, hardware=TOY)  # type: ignore[arg-type]
+
+
+def test_gradients_that_wait_to_be_clipped_may_be_held_by_the_host() -> None:
+    """Where all else lies there already, they are the most that the device holds."""
+    base = {"mesh": {"dp": 1}, "zero": 0, "remat": "full", "microbatches": 1, "clip_norm": 1.0}
+    params, batch = layers(6, 128), torch.empty(4, 128, device="meta")
+
+    def peak(offload: Any) -> int:
+        mesh = Mesh((("dp", 1),))
+        lowered = fzero.lower(given(**base, offload=offload), params, batch, decisions=by_rates(TOY, mesh))
+        return lowered.memory.peak
+
+    without, with_them = peak("optimizer+params"), peak(dict(candidates.ALL))
+    assert with_them < without
+    found = fzero.plan(given(**base), params, batch, world_size=1, hardware=TOY, memory=(without + with_them) // 2)
+    assert found.spec.offload == candidates.ALL
+    assert found.peak <= (without + with_them) // 2

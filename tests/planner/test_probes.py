@@ -82,7 +82,7 @@ def small(kind: str, layers: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance  # test_a_gpt has the same of leaves in a tree
 def test_models_of_hugging_face(kind: str) -> None:
     """The loss closes over `apply` of the whole module: a shallower one takes its place in the probes."""
     params, buffers, apply = from_module(small(kind, DEPTH))

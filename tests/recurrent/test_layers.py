@@ -154,7 +154,7 @@ def test_sharded_weights_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_gradient_can_be_differentiated_again(name: str) -> None:
     params, loss, x = of(name, bidirectional=True)
 
@@ -173,6 +173,7 @@ def test_a_gradient_can_be_differentiated_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["torch.func", "packed", "autocast", "kwargs"])
+@pytest.mark.sampled(2)
 def test_what_an_op_cannot_do_is_decomposed(what: str) -> None:
     params, _, x = of("gru")
     weights = [params[name] for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]

@@ -21,7 +21,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.mark.parametrize("case", ["at_every_op", "around", "between", "twice"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_ctrl_c(case: str) -> None:
     path = os.pathsep.join([str(SUPPORT.parents[1]), str(SUPPORT)])
     done = subprocess.run(

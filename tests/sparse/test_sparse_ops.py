@@ -232,6 +232,7 @@ def test_softcaps_and_sinks_are_those_of_materialised_scores(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(1)
 def test_gradcheck_of_softcaps_and_sinks(seed: int) -> None:
     call = drawn(seed, torch.float64, batch=2, groups=1, repeat=2, rows=3, block=2, dim=2, value_dim=3)
     sinks = torch.tensor([0.3, -0.7], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,11 +130,11 @@ def padded(rows: Sequence[Row]) -> Row:
     return batch
 
 
-def llama() -> Task:
+def llama(layers: int = 1) -> Task:
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
     return seeded(lambda: transformers.LlamaForCausalLM(config)), text, padded
@@ -153,7 +154,7 @@ def bert() -> Task:
     import transformers
 
     config = transformers.BertConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, vocab_size=VOCAB,
         num_labels=3, max_position_embeddings=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     return seeded(lambda: transformers.BertForSequenceClassification(config)), classified, padded
@@ -166,7 +167,7 @@ def t5() -> Task:
         d_model=16,
         d_kv=8,
         d_ff=24,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         vocab_size=VOCAB,
         dropout_rate=0,
@@ -179,7 +180,7 @@ def vit() -> Task:
     import transformers
 
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4,
         num_labels=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
     return seeded(lambda: transformers.ViTForImageClassification(config)), pictures, padded
@@ -194,7 +195,15 @@ def lora() -> Task:
     return seeded(lambda: peft.get_peft_model(llama()[0], config)), text, padded
 
 
-TASKS = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5, "vit": vit, "lora": lora}
+TASKS = {
+    "llama": llama,
+    "llama of two layers": partial(llama, 2),
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "lora": lora,
+}
 
 
 def on_rank(folder: str, name: str, options: dict[str, Any]) -> tuple[Result, Result]:

@@ -35,6 +35,8 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str
     """
     if isinstance(source, Mapping):
         return "config", {str(name): value for name, value in source.items()}
+    if not isinstance(source, str | PathLike):
+        raise ConfigError(f"config: is {type(source).__name__}: needed a file's name or a block of keys")
     path = Path(source)
     if not path.is_file():  # a pipe or a device may never end
         raise ConfigError(f"{path}: there is no such file")

@@ -9,7 +9,7 @@ element sees the same ops in the same order, so the bits are the same. Where til
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from fzero.passes.offload.to_spaces import copies_of
 
 ELEMENT = 4  # bytes, of the widest columns
 Cut = tuple[str, str | None]  # a bucket, and the axis along which a rank's slice of it is cut
+_Form = tuple[str, tuple[tuple[int, ...], ...]]  # a segment, and the shapes of its inputs
 
 
 def tile_updates(program: Program, tile_bytes: int) -> Program:
@@ -33,7 +34,7 @@ def tile_updates(program: Program, tile_bytes: int) -> Program:
     home = copies_of(program)
     if not home:
         return program
-    pool: dict[str, fx.GraphModule] = {}
+    made: dict[_Form, fx.GraphModule] = {}
     ops: list[Op] = []
     for group in _groups(program):
         held = {home[ref.name] for op in group for ref in (*op.reads, *op.writes) if ref.name in home}
@@ -42,7 +43,8 @@ def tile_updates(program: Program, tile_bytes: int) -> Program:
             block = max(_block(program.buffers[name]) for name in held)
             parts, size = _parts(program, group[0], tile_bytes // ELEMENT, block)
         for number in range(parts):
-            ops += [_tile(program, op, (number, size), pool) for op in group] if parts > 1 else group
+            ops += [_tile(program, op, (number, size), made) for op in group] if parts > 1 else group
+    pool = {segments.digest(gm): gm for gm in made.values()}
     return rewrite.finish(program, "tile_updates", ops=ops, new_segments=pool)
 
 
@@ -90,22 +92,30 @@ def _parts(program: Program, op: Op, most: int, block: int) -> tuple[int, int]:
     return -(-length // size), size
 
 
-def _tile(program: Program, op: Op, tile: tuple[int, int], pool: dict[str, fx.GraphModule]) -> Op:
-    """The op on one tile of all its ranges. Its segment is planned for no more elements than a tile has."""
+def _tile(program: Program, op: Op, tile: tuple[int, int], made: dict[_Form, fx.GraphModule]) -> Op:
+    """The op on one tile of all its ranges. made: the segments of tiles so far."""
 
     def cut(ref: Ref) -> Ref:
         return replace(ref, tile=tile) if program.buffers[ref.name].bucket is not None else ref
 
-    gm = segments.module(segments.copied(program.segments[op.segment].graph))
-    holders = fx_nodes.placeholders(gm.graph)
+    whole = program.segments[op.segment]
     refs = [*op.reads, *op.writes[op.num_outputs :]]
-    with FakeTensorMode():
-        fakes = []
-        for ref, holder in zip(refs, holders, strict=True):
-            value, buffer = holder.meta["val"], program.buffers[ref.name]
-            shape = (min(value.numel(), tile[1] // buffer.per),) if buffer.bucket is not None else tuple(value.shape)
-            fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-    fx_values.propagate(gm, fakes)
-    done = rewrite.run_op(rewrite.renamed(op, cut), gm, map(cut, op.reads), map(cut, op.writes), flat=1)
-    pool.setdefault(done.segment, gm)
+    shapes = []
+    for ref, holder in zip(refs, fx_nodes.placeholders(whole.graph), strict=True):
+        value, buffer = holder.meta["val"], program.buffers[ref.name]
+        of_tile = buffer.bucket is not None
+        shapes.append((min(value.numel(), tile[1] // buffer.per),) if of_tile else tuple(value.shape))
+    form = op.segment, tuple(shapes)
+    if form not in made:
+        made[form] = _on_a_tile(whole, shapes)
+    done = rewrite.run_op(rewrite.renamed(op, cut), made[form], map(cut, op.reads), map(cut, op.writes), flat=1)
     return replace(done, kind=op.kind, why=f"{op.why} tile {tile[0]}")
+
+
+def _on_a_tile(whole: fx.GraphModule, shapes: Sequence[tuple[int, ...]]) -> fx.GraphModule:
+    """The segment for inputs of these shapes: it is planned for no more elements than a tile has."""
+    gm = segments.module(segments.copied(whole.graph))
+    with FakeTensorMode():
+        values = [holder.meta["val"] for holder in fx_nodes.placeholders(gm.graph)]
+        fakes = [torch.empty(s, dtype=x.dtype, device=x.device) for s, x in zip(shapes, values, strict=True)]
+    return fx_values.propagate(gm, fakes)

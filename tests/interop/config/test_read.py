@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,3 +132,9 @@ def test_a_file_that_never_ends_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(ConfigError, match="has 1,073,741,824 bytes, which no configuration needs"):
         read(tmp_path / "large.json")
+
+
+@pytest.mark.parametrize("source", [[], 3, None])
+def test_what_is_neither_a_file_nor_a_block_is_named(source: Any) -> None:
+    with pytest.raises(ConfigError, match=f"is {type(source).__name__}: needed a file's name or a block of keys"):
+        read(source)

@@ -123,7 +123,7 @@ def test_a_document_gives_the_fields_that_it_means(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 def test_a_document_trains(name: str) -> None:
     """On its ranks, in this process; with the losses of plain data parallelism where nothing is rounded."""
     given = given_by(CASES[name])

@@ -1,0 +1,92 @@
+"""ahead: a step's program before anything runs: for any world, from shapes alone (`fzero.lower`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fzero import backend, progress, tree
+from fzero._torch_compat import untraced_by_dynamo
+from fzero.capture import ambient
+from fzero.capture.leaves import check_leaf
+from fzero.comm.transport import transport_name
+from fzero.compile import decide
+from fzero.compile.checked import checked_step
+from fzero.compile.collector import collector_paused
+from fzero.compile.decide import Deciders
+from fzero.compile.lowered import Lowered
+from fzero.compile.plan_from_spec import plan_for
+from fzero.compile.resolve import by_flags, mesh_of
+from fzero.compile.state_recipe import recipe_for
+from fzero.compile.step import fakes_on
+from fzero.compile.traced_device import traced_device
+from fzero.cost.bucket_costs import kept_bucket_costs
+from fzero.errors import SpecError, leaf_name
+from fzero.ir.decisions import Decisions
+from fzero.spec import Spec, check_spec
+
+
+@untraced_by_dynamo
+@ambient.steady()
+@collector_paused()
+def lower(
+    spec: Spec,
+    params_like: Any,
+    batch_like: Any,
+    *,
+    world_size: int | None = None,
+    key: torch.Tensor | None = None,
+    decisions: Decisions | Deciders | None = None,
+    phase: str = "",
+) -> Lowered:
+    """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
+
+    With `Spec(device="cuda")` on a machine without CUDA it is the processor's, and `choices["device"]` says so;
+    `fzero fake-cuda SCRIPT` runs a script where it is CUDA's.
+
+    spec: the step and its sharding.
+    params_like: a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key
+    that makes them; with `Spec(step=...)` the whole state. batch_like: one rank's batch. world_size: by default that
+    of the spec's mesh. key: as in `init`.
+
+    `lowered.program` prints; with a mesh axis `pp` there is one for each role, `lowered.programs[role]`.
+    `lowered.memory` has the planned bytes per rank; `lowered.choices` says what fzero chose. `lowered.decisions` is a
+    record of all that was decided, with reasons.
+
+    phase: of a spec with `fzero.Phases`, the name of the one to lower; "" for the first. `lowered.phase` is its name.
+
+    decisions: such a record makes the same program again. Raises SpecError where the spec or the step contradicts it.
+    It may also be the functions that decide (`fzero.compile.decide.Deciders`).
+
+    >>> import fzero
+    >>> spec = fzero.Spec(loss=lambda p, b: ((b @ p["w"]) ** 2).mean(), optimizer=fzero.optim.adamw(1e-3), zero=3)
+    >>> lowered = lower(spec, {"w": torch.empty(1024, device="meta")}, torch.empty(8, 1024), world_size=64)
+    >>> lowered.plan.state_bytes  # a 64th of 4096 elements (padded to 64 per rank), three times, and the count
+    776
+    """
+    ambient.check("lower", backward=True)
+    batch_like = tree.plain(batch_like)
+    check_spec("lower", spec)
+    spec = by_flags(spec, params_like)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise SpecError(f"fzero.lower(world_size={world_size!r}): needed a positive int")
+    mesh = mesh_of(spec, world_size)
+    transport = transport_name(torch.device(spec.device or "cpu"), spec.transfers)
+    device, note = traced_device(spec.device)
+    there = device if backend.of(device).calls.available() else torch.device("cpu")
+    recipe = recipe_for(spec, params_like, key, there, mesh.data_ranks)
+    deciders = decide.table(spec, decisions)
+    costs = kept_bucket_costs(transport, mesh)
+    plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
+    state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
+    for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
+        if isinstance(leaf, torch.Tensor):
+            check_leaf(leaf_name("batch", path), leaf)
+    with progress.shown("lowering the step"):
+        lowered = checked_step(
+            spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase
+        )
+    decide.check_strategies(lowered.decisions, decisions)
+    return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered

@@ -1,0 +1,79 @@
+"""chosen: the fields that `fzero.plan` chose, as plain data: what rank 0 tells the others, and what a checkpoint holds.
+
+A dict of JSON values by the field's name. Nothing that is read is believed: `with_chosen` checks names and types, and
+the Spec that it makes checks the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fzero.errors import SpecError
+from fzero.shard.partition import Groups, P, groups
+from fzero.spec import Spec
+
+PRECISION = ("gather", "reduce")  # what a plan may choose of it
+PLAIN: dict[str, Any] = {
+    "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, dict, type(None)),
+    "pipeline": (str, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str,
+    "device_bytes": int,
+}  # fmt: skip
+
+
+def chosen_of(spec: Spec) -> dict[str, Any]:
+    """What a planned spec has of its plan.
+
+    >>> from fzero import optim
+    >>> spec = Spec(loss=lambda p, b: p["w"].sum(), optimizer=optim.sgd(0.1), shard={"w": P("tp", groups("tp", 3))[:1]})
+    >>> chosen_of(spec.but(mesh={"dp": 2}, zero=1, planned=["mesh", "zero"]))
+    {'mesh': {'dp': 2}, 'zero': 1}
+    """
+    return {name: _as_data(name, getattr(spec, name)) for name in sorted(spec.planned)}
+
+
+def with_chosen(spec: Spec, chosen: Any, where: str) -> Spec:
+    """The spec with what a plan chose; fields that were given to it stay. where: the data is from, for messages.
+
+    Raises SpecError for data that no plan has.
+    """
+    if not isinstance(chosen, Mapping):
+        raise SpecError(f"{where}: needed the fields of a plan by name, got {type(chosen).__name__}")
+    values = {name: _value(spec, name, value, where) for name, value in chosen.items()}
+    pinned = spec.given - {"mesh"}
+    return spec.but(planned=chosen, **{name: value for name, value in values.items() if name not in pinned})
+
+
+def _as_data(name: str, value: Any) -> Any:
+    if name == "shard":
+        return {rule: [_dim(dim) for dim in dims] for rule, dims in value.items()}
+    if name == "precision":
+        return {part: getattr(value, part) for part in PRECISION}
+    return dict(value) if name == "mesh" else value
+
+
+def _dim(dim: Any) -> Any:
+    if isinstance(dim, Groups):
+        return {"axis": _dim(dim.axis), "groups": dim.count}
+    return list(dim) if isinstance(dim, tuple) else dim
+
+
+def _value(spec: Spec, name: str, value: Any, where: str) -> Any:
+    """The field's value. Raises SpecError for a field that no plan chooses, and for a value of another type."""
+    try:
+        if name == "shard":
+            return {rule: P(*(_dim_of(dim) for dim in dims)) for rule, dims in value.items()}
+        if name == "precision":
+            return replace(spec.numerics.policy, **{part: value[part] for part in PRECISION})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise SpecError(f"{where}: {name}={value!r}: no plan chooses that: {error}") from None
+    if name not in PLAIN or not isinstance(value, PLAIN[name]) or isinstance(value, bool):
+        raise SpecError(f"{where}: {name}={value!r}: no plan chooses that")
+    return value
+
+
+def _dim_of(dim: Any) -> Any:
+    if isinstance(dim, Mapping):
+        return groups(_dim_of(dim["axis"]), dim["groups"])
+    return tuple(dim) if isinstance(dim, list) else dim

@@ -1,0 +1,61 @@
+"""The schedule of a pipeline that was left open: no other is predicted faster, and one that was given stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import optim
+from fzero.hardware import Device, Hardware, NetworkLevel
+from fzero.ir.mesh import Mesh
+from fzero.pipeline import SCHEDULES
+from fzero.planner.programs import by_rates, step_seconds
+
+MACHINE = Hardware(
+    name="toy",
+    device=Device(memory_gib=1, memory_bytes=1e10, flops={"fp32": 1e11}, launch_us=1),
+    levels=(NetworkLevel(name="node", size=2, bytes=2e9, latency_us=5),),
+)
+PARAMS = {"layers": [{"w": torch.empty(128, 128, device="meta")} for _ in range(4)]}
+BATCH = torch.empty(64, 128, device="meta")
+MESH = {"pp": 2, "dp": 1}
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    for layer in p["layers"]:
+        x = torch.tanh(x @ layer["w"])
+    return x.square().mean()
+
+
+def spec(**given: Any) -> fzero.Spec:
+    fields = {"mesh": MESH, "zero": 0, "remat": "none", "offload": None, "microbatches": 4, **given}
+    return fzero.Spec(loss=loss, optimizer=optim.sgd(1e-3), **fields)  # type: ignore[arg-type]
+
+
+def planned(one: fzero.Spec) -> fzero.Planned:
+    return fzero.plan(one, PARAMS, BATCH, world_size=2, hardware=MACHINE)
+
+
+def test_no_schedule_is_faster() -> None:
+    found = planned(spec())
+    mesh = Mesh(tuple(MESH.items()))
+    seconds = {}
+    for name in SCHEDULES:
+        lowered = fzero.lower(spec(pipeline=name), PARAMS, BATCH, decisions=by_rates(MACHINE, mesh))
+        seconds[name] = step_seconds(lowered, MACHINE)
+    assert found.seconds == min(seconds.values()) < seconds["1f1b"]
+    assert found.spec.pipeline == min(seconds, key=seconds.__getitem__)
+    assert "slower" in found.choices["pipeline"].reason
+    pasted = eval(found.python(), {"dataclasses": dataclasses, "spec": spec()})
+    assert fzero.lower(pasted, PARAMS, BATCH).digest == found.lowered.digest
+
+
+def test_one_that_was_given_stays_and_without_a_pipeline_there_is_none() -> None:
+    assert planned(spec(pipeline="gpipe")).spec.pipeline == "gpipe"
+    alone = planned(spec(mesh={"dp": 2}))
+    assert "pipeline" not in alone.choices
+    assert alone.spec.pipeline is None

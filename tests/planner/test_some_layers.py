@@ -1,0 +1,81 @@
+"""As few layers are recomputed as the memory asks for: brute force over all numbers finds none that is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import optim, tree
+from fzero.hardware import Device, Hardware
+from fzero.ir.mesh import Mesh
+from fzero.planner.programs import by_rates, step_seconds
+from fzero.planner.some_layers import FirstLayers, numbers_below
+
+LAYERS, WIDTH, ROWS = 8, 64, 256
+CARD = Hardware(name="card", device=Device(memory_gib=1, memory_bytes=1e10, flops={"fp32": 1e11}, launch_us=1))
+PARAMS = {"layers": [{name: torch.empty(WIDTH, WIDTH, device="meta") for name in "ab"} for _ in range(LAYERS)]}
+BATCH = torch.empty(ROWS, WIDTH, device="meta")
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    for layer in p["layers"]:
+        x = x + torch.tanh(torch.tanh(x @ layer["a"]) @ layer["b"])
+    return x.square().mean()
+
+
+def spec(**given: Any) -> fzero.Spec:
+    fields = {"mesh": {"dp": 1}, "zero": 0, "microbatches": 1, "offload": None, **given}
+    return fzero.Spec(loss=loss, optimizer=optim.sgd(1e-3), **fields)  # type: ignore[arg-type]
+
+
+def lowered(remat: Any, **given: Any) -> fzero.Lowered:
+    return fzero.lower(
+        spec(remat=remat, **given), PARAMS, BATCH, world_size=1, decisions=by_rates(CARD, Mesh((("dp", 1),)))
+    )
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_one_layer_less_does_not_fit_and_no_number_is_faster(count: int) -> None:
+    by_count = [lowered({**FirstLayers(n, LAYERS, (("layers",),)).rules} or "none") for n in range(1, LAYERS)]
+    memory = by_count[count - 1].memory.peak
+    planned = fzero.plan(spec(), PARAMS, BATCH, world_size=1, hardware=CARD, memory=memory)
+    assert planned.spec.remat == FirstLayers(count, LAYERS, (("layers",),)).rules
+    assert planned.peak <= memory
+    assert "layers" in str(planned.choices["remat"].value)
+    fit = [step_seconds(one, CARD) for one in by_count if one.memory.peak <= memory]
+    assert planned.seconds == min(fit)
+    assert planned.seconds < step_seconds(lowered("full"), CARD)
+    less = next(row for row in planned.table if getattr(row.candidate.remat, "count", None) == count - 1)
+    assert less.peak > memory or less.seconds > planned.seconds
+    pasted = eval(planned.python(), {"dataclasses": dataclasses, "spec": spec()})
+    assert fzero.lower(pasted, PARAMS, BATCH, world_size=1).digest == planned.lowered.digest
+
+
+def test_where_none_or_all_is_right_no_part_is_taken() -> None:
+    none, full = lowered("none").memory.peak, lowered("full").memory.peak
+    assert full < none
+    for memory, remat in ((none, "none"), (full, "full")):
+        planned = fzero.plan(spec(), PARAMS, BATCH, world_size=1, hardware=CARD, memory=memory)
+        assert planned.spec.remat == remat
+    pinned = fzero.plan(spec(remat="full"), PARAMS, BATCH, world_size=1, hardware=CARD, memory=none - 1)
+    assert pinned.spec.remat == "full"
+
+
+def test_patterns_match_the_numbers_below_and_no_other() -> None:
+    for n in (1, 2, 9, 10, 11, 19, 20, 99, 100, 101, 126, 230):
+        patterns = numbers_below(n)
+        hit = [[tree.matches(f"a/{p}/**", f"a/{number}/w") for p in patterns] for number in range(3 * n + 12)]
+        assert [sum(row) for row in hit] == [int(number < n) for number in range(3 * n + 12)]
+
+
+def test_a_value_is_the_rule_of_each_stack() -> None:
+    value = FirstLayers(2, 3, (("decoder", "layers"), ("encoder", "layers")))
+    assert value.rules == {"decoder/layers/[01]/**": "full", "encoder/layers/[01]/**": "full"}
+    assert str(value) == "2 of 3 layers"
+    assert replace(value, count=1).rules["decoder/layers/0/**"] == "full"
