@@ -334,6 +334,7 @@ def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
+@pytest.mark.sampled(2)
 def test_path_rules_are_pinned_as_other_values_are(fields: dict[str, Any]) -> None:
     found = planned(given(**fields), most=2)
     assert all(getattr(found.spec, name) == value for name, value in fields.items())
