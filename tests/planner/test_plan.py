@@ -293,6 +293,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("dataclasses.replace(spec, mesh={'dp': 2}")
     assert cli.main(["plan", *named]) == 0
     assert "on 2 ranks of DGX H100" in capsys.readouterr().out
+    assert cli.main(["plan", *named, "--phase", "coded"]) == 2
+    assert "neither the optimizer nor the step has phases" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
