@@ -78,15 +78,27 @@ def loss(params: Any, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["y"].flatten())
 
 
-def lowered(layers: int, pp: int, dp: int, tp: int, microbatches: int, length: int) -> fzero.Lowered:
-    """The verified programs of all roles: 1F1B, ZeRO 1 over `dp`, layers over `tp`, bf16, gradients clipped."""
+def step(layers: int, pp: int, dp: int, tp: int, microbatches: int, length: int) -> tuple[fzero.Spec, Any, Any]:
+    """(the spec, the parameters, a rank's batch): 1F1B, ZeRO 1 over `dp`, layers over `tp`, bf16, clipped gradients."""
     spec = fzero.Spec(
         loss=loss, optimizer=fzero.optim.adamw(1e-4), mesh={"pp": pp, "dp": dp, "tp": tp}, microbatches=microbatches,
         shard=SHARD if tp > 1 else None,
         pipeline="1f1b", zero=1, precision="bf16", reduce="end", clip_norm=1.0,
     )  # fmt: skip
     tokens = torch.empty(microbatches, length, dtype=torch.int64, device="meta")
-    return fzero.lower(spec, parameters(layers), {"x": tokens, "y": tokens})
+    return spec, parameters(layers), {"x": tokens, "y": tokens}
+
+
+def lowered(layers: int, pp: int, dp: int, tp: int, microbatches: int, length: int) -> fzero.Lowered:
+    """The verified programs of all roles."""
+    return fzero.lower(*step(layers, pp, dp, tp, microbatches, length))
+
+
+def problem() -> tuple[fzero.Spec, Any, Any]:
+    """The step of 16,384 ranks in a form that fits them, with the batch of all: `fzero explain` reads it."""
+    spec, params, batch = step(126, 16, 128, 8, 16, 8192)
+    rows = {name: torch.empty(128 * len(x), *x.shape[1:], dtype=x.dtype, device="meta") for name, x in batch.items()}
+    return spec.but(remat="full", sequence="tp"), params, rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:

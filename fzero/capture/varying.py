@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
@@ -64,12 +63,17 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
     num = len(graph.state_paths)
     varying = {n for path, n in zip(graph.state_paths, inputs, strict=False) if path in per_rank}
     varying |= set(inputs[num : num + len(graph.batch_paths)])
+    within: dict[fx.Node, list[bool]] = {}  # by region, of each of its outputs
     for node in graph.gm.graph.nodes:
         if node.op != "call_function" or node.target is REDUCE:
             continue
         operands = node.all_input_nodes
+        if node.target is REGION:
+            within[node] = _varying_outputs(graph, node, varying)
         if node.target is operator.getitem and operands[0].target is REGION:
-            operands = _reached(graph, operands[0], node.args[1])
+            if within[operands[0]][int(str(node.args[1]))]:
+                varying.add(node)
+            continue
         coded = node.target is operator.getitem and fx_nodes.operand(node).target in (CODED_MEAN, FED_MEAN)
         if coded and node.args[1] == 0:
             continue  # the mean; what follows it are errors, of each rank its own
@@ -78,13 +82,12 @@ def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:
     return varying
 
 
-def _reached(graph: Graph, region: fx.Node, output: Any) -> list[fx.Node]:
-    """The inputs of a region that one of its outputs depends on."""
+def _varying_outputs(graph: Graph, region: fx.Node, varying: set[fx.Node]) -> list[bool]:
+    """Of each output of a region, whether it depends on an input that may differ between ranks."""
     gm = graph.regions[region.args[1]].gm  # type: ignore[index]
-    reached, left = set(), [fx_nodes.outputs(gm.graph)[output]]
-    while left:
-        node = left.pop()
-        if node not in reached:
-            reached.add(node)
-            left += node.all_input_nodes
-    return [x for x, own in zip(region.args[0], fx_nodes.placeholders(gm.graph), strict=True) if own in reached]  # type: ignore[arg-type]
+    inputs = zip(fx_nodes.placeholders(gm.graph), region.args[0], strict=True)  # type: ignore[arg-type]
+    found = {own for own, given in inputs if given in varying}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return [out in found for out in fx_nodes.outputs(gm.graph)]

@@ -39,7 +39,7 @@ class Lowered:
     plan: Plan
     programs: Mapping[int, Program]  # by role, the coordinate on the mesh axis `pp`; {0: ...} without a pipeline
     choices: Mapping[str, str]  # what fzero chose, and what it noted of the programs, as sentences by name
-    passes: tuple[PassRecord, ...]  # one line each: print(*lowered.passes, sep="\n")
+    records: Mapping[int, tuple[PassRecord, ...]]  # by role, what each pass changed, in order; see `passes`
     decisions: Decisions  # all that was decided, each with its reason and the runner-up: print it
     asked: Options = field(repr=False)  # what the passes read of the spec; see `options`
     schedule: Schedule | None = None  # the order of work of a pipeline
@@ -52,6 +52,11 @@ class Lowered:
         if len(self.programs) > 1:
             raise FzeroError(f"there is a program for each of {len(self.programs)} roles: lowered.programs[role]")
         return next(iter(self.programs.values()))
+
+    @property
+    def passes(self) -> tuple[PassRecord, ...]:
+        """What each pass changed, of the first role, one line each: print(*lowered.passes, sep="\\n")."""
+        return self.records[0]
 
     @property
     def reduce(self) -> str:

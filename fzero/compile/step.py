@@ -134,7 +134,8 @@ def _lower(
     choices |= _notes(programs, wanted)
     if said := sentence(programs, step.precision, asked.rates):
         choices["codec"] = said
-    return Lowered(graph, plan, programs, choices, roles[0].records, decisions, options, schedule, sharding)
+    records = {number: role.records for number, role in roles.items()}
+    return Lowered(graph, plan, programs, choices, records, decisions, options, schedule, sharding)
 
 
 def _rewrites(step: TrainStep, sharding: Sharding | None) -> Iterator[Callable[[fx.GraphModule], fx.GraphModule]]:

@@ -81,7 +81,7 @@ def facts(program: Program, subject: Subject, spans: Spans | None, hardware: str
     if moved := lane_bytes(program):
         rows["moved"] = ", ".join(f"{lane} {bytes_text(size)}" for lane, size in moved.items())
     if len(subject.programs) > 1:
-        rows["role"] = f"{program.role} of {len(subject.programs)}; peaks: {roles_of(subject.programs)}"
+        rows["role"] = f"{program.role} of {len(subject.programs)}; peaks: {roles_of(subject.accounts)}"
     body = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in rows.items())
     return f"<dl>{body}</dl>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fzero.compile.lowered import Lowered
-from fzero.cost.memory import account
+from fzero.cost.memory import MemoryAccount, account
 from fzero.explain.exposure import InFlight, Spans, in_flight, most_exposed
 from fzero.explain.held import at_fullest
 from fzero.explain.leaf_road import LeafRoad
@@ -119,9 +119,9 @@ def passes(lowered: Lowered, role: int) -> Iterator[str]:
     yield from columns([("  pass", "sent after", "ops"), *rows], "<><")
 
 
-def roles_of(programs: Mapping[int, Program]) -> str:
+def roles_of(accounts: Mapping[int, MemoryAccount]) -> str:
     """Each role of a pipeline and its peak; equal ones in a row together."""
-    peaks = [(role, bytes_text(account(program).peak)) for role, program in programs.items()]
+    peaks = [(role, bytes_text(memory.peak)) for role, memory in accounts.items()]
     rows: list[list[int]] = []
     texts: list[str] = []
     for role, text in peaks:

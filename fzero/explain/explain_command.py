@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from fzero.compile.simulate import checked_rates
-from fzero.cost.memory import account
 from fzero.cost.step_time import op_spans
 from fzero.errors import SpecError
 from fzero.explain.as_page import page
@@ -27,13 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="of the world, where the spec's mesh does not say it")
     parser.add_argument("--hardware", help=f"for seconds: a TOML file, or one of {', '.join(presets())}")
     parser.add_argument("--role", type=int, help="of a pipeline (default: the one that needs most memory)")
+    parser.add_argument("--phase", default="", help="of a spec with fzero.Phases, which one (default: the first)")
     parser.add_argument("--leaf", help="the road of one leaf, as blocks/3/w")
     parser.add_argument("--html", type=Path, help="write one page that needs no other file, instead of text")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints the explanation, or writes the page."""
-    subject = read(arguments.subject, arguments.ranks)
+    subject = read(arguments.subject, arguments.ranks, arguments.phase)
     spans = spans_of(subject, arguments.hardware)
     if arguments.leaf is not None and arguments.html is None:
         found = road(subject.programs, arguments.leaf)
@@ -48,7 +48,7 @@ def command(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{subject.name}: {program_report(program, spans.get(role), subject.lowered, role)}")
     if len(subject.programs) > 1:
-        print("\nROLES, at their peaks (--role shows one): " + roles_of(subject.programs))
+        print("\nROLES, at their peaks (--role shows one): " + roles_of(subject.accounts))
     return 0
 
 
@@ -67,7 +67,7 @@ def spans_of(subject: Subject, hardware: str | None) -> dict[int, Spans]:
 def role_of(subject: Subject, role: int | None) -> int:
     """The role that is shown."""
     if role is None:
-        return max(subject.programs, key=lambda number: account(subject.programs[number]).peak)
+        return max(subject.programs, key=lambda number: subject.accounts[number].peak)
     if role not in subject.programs:
         raise SpecError(f"--role {role}: there are the roles {', '.join(map(str, subject.programs))}")
     return role

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fzero.compile.lowered import Lowered
 from fzero.ir.program import Program, op_text, wire_bytes
 
-MOST_OPS = 5_000
+MOST_OPS = 10_000  # of all roles
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class PassChange:
 def pass_changes(lowered: Lowered, role: int = 0) -> list[PassChange]:
     """The changes of the passes that changed something, in their order.
 
-    The passes run again for it. Of programs of more than `MOST_OPS` ops they do not: there the counts of the record are
-    taken, which know neither the bytes nor an op that took the place of another of its kind.
+    The passes run again for it. Of programs of more than `MOST_OPS` ops they do not: there the counts of the records
+    are taken, which know neither the bytes nor an op that took the place of another of its kind.
     """
-    if len(lowered.programs[role].ops) > MOST_OPS:
+    if sum(len(program.ops) for program in lowered.programs.values()) > MOST_OPS:
         return [
             PassChange(r.name, r.why, Counter(r.before) - Counter(r.after), Counter(r.after) - Counter(r.before), None)
-            for r in lowered.passes
+            for r in lowered.records[role]
             if r.before != r.after
         ]
-    why = {record.name: record.why for record in lowered.passes}
+    why = {record.name: record.why for record in lowered.records[role]}
     found: list[PassChange] = []
     before: Program | None = None
     for name, program in lowered.trail(role):

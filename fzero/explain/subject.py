@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fzero.compile import fault_report
 from fzero.compile.ahead import lower
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import mesh_of
+from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import SpecError
 from fzero.ir.parse import parse
 from fzero.ir.program import HEADER, Program
@@ -33,18 +35,23 @@ class Subject:
     programs: Mapping[int, Program]
     lowered: Lowered | None = None
 
+    @cached_property
+    def accounts(self) -> Mapping[int, MemoryAccount]:
+        """By role, the planned peak."""
+        return {role: account(program) for role, program in self.programs.items()}
+
     @property
     def world_size(self) -> int:
         """All ranks."""
         return next(iter(self.programs.values())).world_size
 
 
-def read(text: str, ranks: int | None = None) -> Subject:
+def read(text: str, ranks: int | None = None, phase: str = "") -> Subject:
     """The subject that a word of the command line names.
 
     text: `FILE.py:FUNCTION`, a function that returns (spec, params_like, batch_like), the batch of all ranks together;
     a file with the text of a program, a folder with `program.txt`, or a report of a fault. ranks: of the world, for a
-    spec whose mesh does not say it. Raises SpecError for anything else.
+    spec whose mesh does not say it. phase: of a spec with phases, "" for the first. Raises SpecError for anything else.
     """
     path = Path(text)
     if path.is_dir():
@@ -55,9 +62,13 @@ def read(text: str, ranks: int | None = None) -> Subject:
                 f"Path({text!r}, {PROGRAM!r}).write_text(str(state.program))"
             )
     if path.is_file():
+        if phase:
+            raise SpecError(
+                f"--phase {phase}: the text of a program is of one phase. Needed FILE.py:FUNCTION, or no --phase"
+            )
         return of_file(path)
     spec, params, batch = problem(text)
-    return Subject(text, (lowered := of_spec(spec, params, batch, ranks)).programs, lowered)
+    return Subject(text, (lowered := of_spec(spec, params, batch, ranks, phase)).programs, lowered)
 
 
 def of_file(path: Path) -> Subject:
@@ -77,7 +88,7 @@ def of_file(path: Path) -> Subject:
     return Subject(str(path), {program.role or 0: program})
 
 
-def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None) -> Lowered:
+def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None, phase: str = "") -> Lowered:
     """A spec lowered for a world, without its devices; the rows of the batch are divided over the data ranks."""
     if spec.mesh is None and ranks is None:
         raise SpecError("the spec has no mesh: say how many ranks there are, as --ranks 64")
@@ -87,4 +98,4 @@ def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None) -> Lowered:
     parts = batch_layout(mesh_of(spec, ranks)).parts
     if rows % parts:
         raise SpecError(f"a batch of {rows} rows cannot be divided over {parts} data ranks: needed a multiple of them")
-    return lower(spec, params, part_of(rows // parts), world_size=ranks)
+    return lower(spec, params, part_of(rows // parts), world_size=ranks, phase=phase)

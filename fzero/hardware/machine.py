@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fzero.cost.rates import SEND, Link, Rates
 from fzero.errors import SpecError
@@ -61,7 +61,10 @@ class NetworkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The memory beside one device: its share of a node's, the bytes a second each way, and of an update there."""
+    """The memory beside one device: its share of a node's, the bytes a second each way, and of an update there.
+
+    A plan for fewer ranks than a node has devices shares the node's memory among these (`Hardware.for_ranks`).
+    """
 
     memory_gib: float
     to_device_bytes: float = 0.0
@@ -119,6 +122,20 @@ class Hardware:
     def host_budget(self) -> int:
         """Bytes of the host that a rank may use."""
         return int(self.host.memory_gib * GIB) if self.host is not None else 0
+
+    def for_ranks(self, ranks: int) -> Hardware:
+        """The machine as so many ranks find it: fewer than a node's devices share its host among themselves.
+
+        >>> from fzero.hardware import load
+        >>> [load("v100-32gb").for_ranks(n).host.memory_gib for n in (1, 2, 16, 64)]
+        [1536.0, 768.0, 96, 96]
+        """
+        node = self.levels[0].size if self.levels else 1
+        share = node / min(ranks, node)
+        if self.host is None or share == 1:
+            return self
+        host = replace(self.host, memory_gib=self.host.memory_gib * share, adam_bytes=self.host.adam_bytes * share)
+        return replace(self, host=host)
 
     @property
     def devices(self) -> int:

@@ -6,7 +6,7 @@ are all of a step. `fzero.compile.decide` makes them, and nothing else decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -117,19 +117,35 @@ class Decisions:
 
     def rows(self) -> Iterator[tuple[str, Choice[Any]]]:
         """(name, entry) of each decision."""
+        yield from self._of_all()
+        for number, role in self.roles.items():
+            for entry in fields(role):
+                yield f"{entry.name}{self._of([number])}", getattr(role, entry.name)
+
+    def _of_all(self) -> Iterator[tuple[str, Choice[Any]]]:
+        """Those that all roles share."""
         yield "bucket_bytes", self.bucket_bytes
         yield "cut", self.cut
         yield from ((f"strategies {axis}", choice) for axis, choice in self.strategies.items())
         yield from self.matmul.items()
         yield "reduce", self.reduce
-        for number, role in self.roles.items():
-            for entry in fields(role):
-                name = entry.name if len(self.roles) == 1 else f"{entry.name}, role {number}"
-                yield name, getattr(role, entry.name)
+
+    def _of(self, roles: Sequence[int]) -> str:
+        """Which roles, behind a name; nothing where there is one."""
+        if len(self.roles) == 1:
+            return ""
+        if len(roles) > 1 and roles[-1] - roles[0] == len(roles) - 1:
+            return f", roles {roles[0]} to {roles[-1]}"
+        return f", role{'s' if len(roles) > 1 else ''} {', '.join(map(str, roles))}"
 
     def __str__(self) -> str:
         rows = [("decision", "value", "how", "runner-up", "reason")]
-        rows += [(name, *choice.cells()) for name, choice in self.rows()]
+        rows += [(name, *choice.cells()) for name, choice in self._of_all()]
+        for entry in fields(RoleDecisions):
+            alike: dict[tuple[str, str, str, str], list[int]] = {}  # roles of which the same was decided
+            for number, role in self.roles.items():
+                alike.setdefault(getattr(role, entry.name).cells(), []).append(number)
+            rows += [(f"{entry.name}{self._of(roles)}", *cells) for cells, roles in alike.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
         lines = ("  ".join([*map(str.ljust, row, widths), row[-1]]) for row in rows)
         return "\n".join(line.rstrip() for line in lines)

@@ -47,6 +47,7 @@ def cast_before_gather(program: Program) -> Program:
     chosen = {name: form for name, form in chosen.items() if name in source or isinstance(form, torch.dtype)}
     edits = rewrite.Edits()
     waiting = {name for name in kept if name in chosen}
+    done: dict[tuple[object, ...], fx.GraphModule] = {}  # segments without their casts
     for index, op in enumerate(program.ops):
         for name in sorted(waiting & {ref.name for ref in op.reads if op.in_region}):
             waiting.remove(name)
@@ -58,7 +59,7 @@ def cast_before_gather(program: Program) -> Program:
         elif name in chosen:
             edits.instead[index] = [replace(op, reads=(Ref(f"{name}.low"),))]
         elif op.in_region and any(ref.name in chosen for ref in op.reads):
-            edits.instead[index] = [_without_casts(program, op, chosen, edits)]
+            edits.instead[index] = [_without_casts(program, op, chosen, edits, done)]
     return edits.apply(program, "cast_before_gather")
 
 
@@ -153,21 +154,28 @@ def _cast_of(shard: Buffer, dtype: torch.dtype) -> fx.GraphModule:
     return segments.module(graph)
 
 
-def _without_casts(program: Program, op: Op, chosen: dict[str, Form], edits: rewrite.Edits) -> Op:
+def _without_casts(
+    program: Program,
+    op: Op,
+    chosen: dict[str, Form],
+    edits: rewrite.Edits,
+    done: dict[tuple[object, ...], fx.GraphModule],
+) -> Op:
     """A run of a region that reads the smaller columns, without the nodes in its segment that made them."""
-    gm = program.segments[op.segment]
-    graph = segments.copied(gm.graph)
-    for holder, ref in zip(fx_nodes.placeholders(graph), op.reads, strict=False):
-        if ref.name in chosen:
-            for user in list(holder.users):
+    smaller = [ref.name in chosen for ref in op.reads]
+    key = op.segment, *smaller
+    if key not in done:
+        graph = segments.copied(program.segments[op.segment].graph)
+        for holder, cast in zip(fx_nodes.placeholders(graph), smaller, strict=False):
+            for user in list(holder.users) if cast else ():
                 holder.meta["val"] = user.meta["val"]
                 user.replace_all_uses_with(holder)
                 graph.erase_node(user)
+        done[key] = segments.module(graph)
     reads = [_smaller(program, ref, chosen[ref.name]) if ref.name in chosen else ref for ref in op.reads]
-    without = segments.module(graph)
-    done = rewrite.run_op(op, without, reads, op.writes)
-    edits.segments.setdefault(done.segment, without)
-    return done
+    without = rewrite.run_op(op, done[key], reads, op.writes)
+    edits.segments.setdefault(without.segment, done[key])
+    return without
 
 
 def _smaller(program: Program, ref: Ref, form: Form) -> Ref:

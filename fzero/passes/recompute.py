@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -58,7 +59,7 @@ class _Again:
     backward: whether a run's work is the backward's alone. full: whether it is the forward's alone, and under a rule.
     renames: by value, its name where it is made again. wanted: those that the forward reads too, sources of repeated
     transfers. edits: the repeated ops before others, and instead of runs those that write less. late: by value, its
-    uses after the forward, those of repeated ops too: before which op, and the chunk.
+    uses after the forward, those of repeated ops too: before which op, and the chunk. parts: segments that were made.
     Only the methods `run` and `transfer` write these.
     """
 
@@ -72,6 +73,7 @@ class _Again:
         self.renames: dict[str, str] = {}
         self.wanted: set[str] = set()
         self.late: dict[str, list[tuple[int, int | None]]] = {}
+        self.parts: dict[tuple[Any, ...], tuple[fx.GraphModule, list[int]]] = {}
         for name, refs in self.readers.items():
             uses = [(i, program.ops[i].chunk) for i, _ in refs if self.backward[i]]
             if uses:
@@ -122,21 +124,14 @@ class _Again:
     def _making(self, op: Op, results: Sequence[Ref], there: Sequence[Ref]) -> Op:
         """The run that makes these results of a run, from what it reads and those of its results that are `there`. It
         reads no value that it does not need."""
-        gm = self.program.segments[op.segment]
-        outs = dict(zip(op.writes, fx_nodes.outputs(gm.graph), strict=True))
-        inputs = dict(zip(fx_nodes.placeholders(gm.graph), op.reads, strict=True))
-        inputs |= {outs[ref]: ref for ref in there}
-        needed: set[fx.Node] = set()
-        left = [outs[ref] for ref in results]
-        while left:
-            node = left.pop()
-            if node not in needed:
-                needed.add(node)
-                left += [] if node in inputs else node.all_input_nodes
-        read = [n for n, ref in inputs.items() if n in needed or self.program.buffers[ref.name].kind != "activation"]
-        nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n in needed and n not in inputs]
-        part = segments.extract(nodes, read, [outs[ref] for ref in results])
-        made = rewrite.run_op(op, part, [inputs[n] for n in read], results)
+        number = {ref: i for i, ref in enumerate(op.writes)}
+        given = [*op.reads, *there]
+        held = tuple(self.program.buffers[ref.name].kind != "activation" for ref in given)
+        key = op.segment, tuple(number[ref] for ref in results), tuple(number[ref] for ref in there), held
+        if key not in self.parts:
+            self.parts[key] = _part(self.program.segments[op.segment], *key[1:])
+        part, read = self.parts[key]
+        made = rewrite.run_op(op, part, [given[i] for i in read], results)
         self.edits.segments.setdefault(made.segment, part)
         return made
 
@@ -153,6 +148,26 @@ class _Again:
         self.edits.before[first][:0] = ops
         for ref in ops[0].reads:
             self.late.setdefault(ref.name, []).append((first, ops[0].chunk))
+
+
+def _part(
+    gm: fx.GraphModule, results: Sequence[int], there: Sequence[int], held: Sequence[bool]
+) -> tuple[fx.GraphModule, list[int]]:
+    """(the segment that makes these results of a segment, which inputs it reads). Its inputs, and behind them the
+    results that are `there`, are read if they are needed or `held`."""
+    outs = fx_nodes.outputs(gm.graph)
+    holders = fx_nodes.placeholders(gm.graph)[: len(held) - len(there)]
+    inputs = {node: i for i, node in enumerate([*holders, *(outs[n] for n in there)])}
+    needed: set[fx.Node] = set()
+    left = [outs[n] for n in results]
+    while left:
+        node = left.pop()
+        if node not in needed:
+            needed.add(node)
+            left += [] if node in inputs else node.all_input_nodes
+    read = [node for node, i in inputs.items() if node in needed or held[i]]
+    nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n in needed and n not in inputs]
+    return segments.extract(nodes, read, [outs[n] for n in results]), [inputs[node] for node in read]
 
 
 def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool]) -> bool:

@@ -16,7 +16,7 @@ segments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -193,16 +193,20 @@ def _grouped(
     if groups[-1].transfers:
         groups.append(_Group(chunk=groups[-1].chunk))
     groups[-1].nodes += waiting
+    earlier: set[fx.Node] = set()  # of the groups before
     for i in range(len(groups) - 1):
         if groups[i].chunk == groups[i + 1].chunk and not (groups[i].transfers or groups[i + 1].transfers):
-            _move_prelude(groups, i, set(units), made_anew)
+            _move_prelude(groups[i], groups[i + 1], earlier, units, made_anew)
+        earlier.update(groups[i].nodes)
     return groups
 
 
-def _move_prelude(groups: list[_Group], i: int, used: set[fx.Node], made_anew: MadeAnew) -> None:
+def _move_prelude(
+    this: _Group, following: _Group, earlier: Set[fx.Node], used: Mapping[fx.Node, set[str]], made_anew: MadeAnew
+) -> None:
     """Moves the nodes after the last use of a parameter to the next segment, where fewer bytes cross the border then.
     So a layer that begins with a norm begins before the norm, at the one value that the last layer left. In place."""
-    group, after = groups[i].nodes, groups[i + 1].nodes
+    group, after = this.nodes, following.nodes
     start = max((n for n, node in enumerate(group) if node in used), default=-1) + 1
     while start < len(group) and group[start].target is operator.getitem:
         start += 1
@@ -223,8 +227,11 @@ def _move_prelude(groups: list[_Group], i: int, used: set[fx.Node], made_anew: M
             [*group[: start + cut], *(a for n in tail for a in n.all_input_nodes if n not in kept)]
         )
         values = [n for n in candidates if n.op == "call_function" and not made_anew(n) and n not in tail[cut:]]
-        inside = {*kept, *(n for earlier in groups[:i] for n in earlier.nodes)}
-        late = [n for n in values if n in inside and readers(n) - inside]
+
+        def inside(n: fx.Node) -> bool:
+            return n in kept or n in earlier
+
+        late = [n for n in values if inside(n) and not all(map(inside, readers(n)))]
         return sum(t.nbytes for n in late if isinstance(t := n.meta["val"], torch.Tensor))
 
     cuts = [
@@ -233,7 +240,7 @@ def _move_prelude(groups: list[_Group], i: int, used: set[fx.Node], made_anew: M
         if not (c and made_anew(tail[c - 1])) and not (c < len(tail) and tail[c].target is operator.getitem)
     ]
     best = min(cuts, key=lambda c: (crossing(c), c))
-    groups[i].nodes, groups[i + 1].nodes = group[: start + best], [*tail[best:], *after]
+    this.nodes, following.nodes = group[: start + best], [*tail[best:], *after]
 
 
 def _uses(
@@ -242,19 +249,20 @@ def _uses(
     """{node: the buckets that it uses}: those of parameters among its operands. In the backward also the one bucket
     whose gradients alone it feeds."""
     uses: dict[fx.Node, set[str]] = {}
-    feeds: dict[fx.Node, set[str]] = {}
+    feeds: dict[fx.Node, str | None] = {}  # the one bucket; "*": others too; None: nothing
     for node in reversed(gm.graph.nodes):
         if node.target is COPY:
-            feeds[node] = {bucket_of.get(node.args[0], "*")}
+            feeds[node] = bucket_of.get(node.args[0], "*")
         elif node.op == "call_function":
-            feeds[node] = set().union(*(feeds.get(u, {"*"}) for u in node.users))
+            fed = {feeds.get(u, "*") for u in node.users} - {None}
+            feeds[node] = "*" if len(fed) > 1 else fed.pop() if fed else None
     for node in nodes:
         if made_anew(node):
             continue
         used = {bucket_of[r] for a in node.all_input_nodes if (r := root(a, made_anew)) in bucket_of}
-        last = node.meta.get("phase") == "backward" and len(feeds[node]) == 1 and "*" not in feeds[node]
-        if last and "chunk" not in node.meta:  # the chunks of a loss are one segment
-            used |= feeds[node]
+        only = feeds[node] if node.meta.get("phase") == "backward" else None
+        if only is not None and only != "*" and "chunk" not in node.meta:  # the chunks of a loss are one segment
+            used.add(only)
         if used:
             uses[node] = used
     return uses

@@ -102,7 +102,7 @@ def _other_cards(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
     machines = sorted((load(name) for name in presets()), key=lambda machine: machine.budget)
     for machine in machines:
         if machine.budget > problem.budget and machine.devices >= problem.world_size:
-            there = replace(problem, machine=machine, budget=machine.budget)
+            there = replace(problem, hardware=machine, budget=machine.budget)
             if row := _first(there, sketch):
                 yield Alternative(f"{machine.name}", row)
                 return

@@ -21,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", required=True, help=f"a TOML file, or one of {', '.join(presets())}")
     parser.add_argument("--memory", type=int, help="bytes that a rank may use of its device")
     parser.add_argument("--codecs", default="", help="that may be taken, as int8,int4: they change the numbers")
+    parser.add_argument("--phase", default="", help="of a spec with fzero.Phases, which one (default: the first)")
     parser.add_argument("--picture", help="a file, .svg: who does what when in the plan's step, and its memory")
     parser.add_argument("--trace", help="a file, .json: the same as a trace, which ui.perfetto.dev opens")
     parser.add_argument("--python", action="store_true", help="print the answer alone, as Python")
@@ -31,7 +32,7 @@ def command(arguments: argparse.Namespace) -> int:
     spec, params, batch = problem(arguments.problem)
     found = plan(
         spec, params, batch, world_size=arguments.ranks, hardware=arguments.hardware, memory=arguments.memory,
-        codecs=[*filter(None, arguments.codecs.split(","))],
+        codecs=[*filter(None, arguments.codecs.split(","))], phase=arguments.phase,
     )  # fmt: skip
     print(found.python() if arguments.python else found)
     if arguments.picture or arguments.trace:

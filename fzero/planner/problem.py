@@ -46,9 +46,14 @@ class Problem:
     layers: int
     equal: Layers | None
     world_size: int
-    machine: Hardware
+    hardware: Hardware
     budget: int
     rules: TensorRules = NO_RULES
+
+    @property
+    def machine(self) -> Hardware:
+        """The hardware as so many ranks find it."""
+        return self.hardware.for_ranks(self.world_size)
 
 
 def problem_of(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import fx_nodes
+from fzero._torch_compat import OpOverload
+from fzero.ir import forms, fx_nodes
 from fzero.shard import ops
 from fzero.shard.claims import Claim, claim
 from fzero.shard.local_forms import traced
@@ -57,7 +58,7 @@ class LocalGraph:
         """A node of the local graph, with its fake value. A view that local strides do not allow is made of a copy."""
         given = fx.node.map_arg((tuple(args), kwargs), lambda x: x.meta["val"])
         try:
-            value = self.fake(lambda: target(*given[0], **given[1]))
+            value = self.fake(lambda: self._called(target, *given))
         except (RuntimeError, ValueError):
             if target not in VIEWS:
                 raise
@@ -69,6 +70,10 @@ class LocalGraph:
         if target in ops.TRANSFERS and args[1] == self.axis:  # not one of another axis, which has its own
             made.meta["moved"] = self.why
         return made
+
+    def _called(self, target: Any, args: Any, kwargs: Any) -> Any:
+        by_form = self.mode is not None and isinstance(target, OpOverload)
+        return forms.run(target, args, kwargs) if by_form else target(*args, **kwargs)
 
     def form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node | list[fx.Node]:
         """A local form, traced and written in the op's place: its result, or its results."""

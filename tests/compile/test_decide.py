@@ -247,7 +247,11 @@ def test_a_table_has_value_runner_up_and_reason() -> None:
     assert low.choices["reduce"] in reduce, "the same sentence"
     assert all(choice.reason for _, choice in low.decisions.rows())
     piped = lower(mesh={"pp": 2}, microbatches=2).decisions
-    assert "prefetch, role 1" in str(piped)
+    shown = str(piped)
+    assert "\nprefetch, roles 0 to 1 " in shown
+    assert "\nupdate_on, roles 0 to 1 " in shown
+    other = replace(piped, roles={**piped.roles, 1: piped.roles[1].but(prefetch=7)})
+    assert "\nprefetch, role 1  " in str(other)
 
 
 def test_who_decided_is_said() -> None:

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 import fzero
+from benchmarks import lower_large
 from fzero import cli
 from fzero.cost.memory import SHOWN, account
 from fzero.cost.step_time import op_spans
 from fzero.explain import as_page, drawings
 from fzero.explain.as_page import page
-from fzero.explain.as_text import leaf_report, program_report
+from fzero.explain.as_text import leaf_report, program_report, roles_of
+from fzero.explain.explain_command import role_of
 from fzero.explain.exposure import in_flight, most_exposed
 from fzero.explain.held import at_fullest
 from fzero.explain.leaf_road import road
@@ -31,10 +33,14 @@ from fzero.ir.program import wire_bytes
 from fzero.ir.records import DEVICE
 
 PROBLEM = """
-import cases
+import cases, fzero
 
 def problem():
     return cases.spec(zero=3), cases.layers(depth=4), cases.batch(16)
+
+def phased():
+    optimizer = fzero.optim.onebit_adam(1e-2, warmup_steps=5)
+    return cases.spec(zero=0, optimizer=optimizer), cases.layers(depth=2), cases.batch(16)
 """
 
 
@@ -125,6 +131,21 @@ def test_of_a_very_large_program_the_counts_of_the_record_are_taken(
     assert ops == kinds(ops_of(lowered.program))
 
 
+def test_of_a_large_pipeline_each_role_has_its_own_record(
+    pipelined: fzero.Lowered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rerun = [sum((Counter(change.added) for change in pass_changes(pipelined, role)), Counter()) for role in (0, 1)]
+    monkeypatch.setattr("fzero.explain.pass_changes.MOST_OPS", sum(len(p.ops) for p in pipelined.programs.values()) - 1)
+    for role in (0, 1):
+        ops = kinds(ops_of(pipelined.naive))
+        changes = pass_changes(pipelined, role)
+        for change in changes:
+            assert change.sent is None
+            ops = ops - change.removed + change.added
+        assert ops == kinds(ops_of(pipelined.programs[role]))
+        assert sum((Counter(change.added) for change in changes), Counter()) <= rerun[role]
+
+
 def test_the_road_of_a_leaf_is_every_op_with_its_bucket(lowered: fzero.Lowered) -> None:
     program = lowered.program
     found = road(lowered.programs, "layers/2/w")
@@ -193,6 +214,14 @@ def test_the_command_prints_and_writes(problem: str, tmp_path: Path, capsys: pyt
     assert "The road of z" in (tmp_path / "x.html").read_text()
 
 
+def test_the_command_takes_a_phase(problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Signs are exchanged in the second phase of 1-bit Adam only."""
+    phased = problem.replace(":problem", ":phased")
+    for arguments, coded in (([], False), (["--phase", "warmup"], False), (["--phase", "coded"], True)):
+        assert cli.main(["explain", phased, "--ranks", "4", *arguments]) == 0
+        assert ("all_to_all" in capsys.readouterr().out) is coded
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -204,6 +233,8 @@ def test_the_command_prints_and_writes(problem: str, tmp_path: Path, capsys: pyt
         (["{folder}/gone.py:problem"], "needed FILE.py:FUNCTION"),
         (["{folder}/cut.txt"], "is not understood"),
         (["{folder}/whole.txt", "--hardware", "h100"], "holds no segments"),
+        (["{folder}/whole.txt", "--phase", "coded"], "the text of a program is of one phase"),
+        (["{problem}", "--ranks", "4", "--phase", "coded"], "neither the optimizer nor the step has phases"),
     ],
 )
 def test_what_cannot_be_explained_is_said(
@@ -235,6 +266,27 @@ def test_the_page_holds_every_op_and_well_formed_drawings(lowered: fzero.Lowered
             ElementTree.fromstring(svg)
         assert "http://" not in html.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in html
+
+
+@pytest.mark.acceptance
+def test_the_page_of_a_405b_plan_is_small() -> None:
+    """All 126 layers on 16,384 ranks: under 5 MB, with each op of the role and the peaks of all 16."""
+    subject = read(f"{lower_large.__file__}:problem")
+    assert subject.world_size == 16_384
+    spans = spans_of(subject.lowered)  # type: ignore[arg-type]
+    role = role_of(subject, None)
+    html, program = page(subject, role, spans[role], "h100"), subject.programs[role]
+    assert len(html.encode()) < 5_000_000
+    assert len(data_of(html)["ops"]) == len(program.ops)  # type: ignore[arg-type]
+    assert "on 16,384 ranks" in html
+    assert f"{role} of 16; peaks: {roles_of(subject.accounts)}" in html
+    assert "prefetch, roles 0 to 15 " in html
+    layers = {slot.path.split("/")[1] for p in subject.programs.values() for b in p.buckets.values()
+              for slot in b.slots if slot.path.startswith("blocks/")}  # fmt: skip
+    assert len(layers) == 126
+    assert subject.accounts[role].peak < 0.88 * 80e9  # it fits the machine that it is for
+    for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ElementTree.fromstring(svg)
 
 
 def test_names_of_leaves_cannot_end_the_script() -> None:

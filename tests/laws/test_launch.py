@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -189,6 +190,19 @@ def test_ray_starts_the_same_ranks(undisturbed: str, tmp_path: Path) -> None:
     pytest.importorskip("ray.train", reason='ray is not installed (pip install "ray[train]")')
     command = [sys.executable, str(LAUNCH / "ray_train.py"), "--folder", str(tmp_path / "run"), "--steps", "12"]
     assert digest(ended(command, environment(tmp_path))) == undisturbed
+
+
+@pytest.mark.acceptance
+def test_the_deepspeed_launcher_starts_the_same_ranks(undisturbed: str, tmp_path: Path) -> None:
+    """With `--no_local_rank` and without: then it passes `--local_rank` to the script."""
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        pytest.skip("deepspeed is not installed (pip install fzero[bench])")
+    path = os.pathsep.join([str(ROOT), str(Path(found.origin).parents[1])])
+    for number, flags in enumerate((["--no_local_rank"], [])):
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags, "--num_gpus", "2"]
+        command += ["--master_port", port(), str(LAUNCH / "job.py"), "--folder", str(tmp_path / f"run{number}"), *STEPS]
+        assert digest(ended(command, environment(tmp_path, PYTHONPATH=path, DS_ACCELERATOR="cpu"))) == undisturbed
 
 
 # --- without a process --------------------------------------------------------------------------------------------

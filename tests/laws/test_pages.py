@@ -17,16 +17,17 @@ from fzero.cli import COMMANDS
 from fzero.ir.kinds import OPS
 from fzero.ir.records import KINDS
 
-RUN = ("start", "concepts", "coming-from")  # folders whose ```python runs, each page as one program
 READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "fzero").rglob("README.md"))]
 SENTENCE = 30  # words
 
 
 def program(path: Path) -> str:
-    return "\n".join(blocks(path.read_text(encoding="utf-8"), "python"))
+    """The ```python of a page without prompts, as one program; what has prompts runs in test_doctests.py."""
+    found = blocks(path.read_text(encoding="utf-8"), "python")
+    return "\n".join(code for code in found if not code.lstrip().startswith(">>>"))
 
 
-@pytest.mark.parametrize("path", [p for p in DOCS if p.parent.name in RUN and program(p)], ids=page_id)
+@pytest.mark.parametrize("path", [p for p in DOCS if program(p)], ids=page_id)
 def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file in an empty folder: a name that changed, or a line that was forgotten, fails."""
     code = program(path)

@@ -293,6 +293,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith("dataclasses.replace(spec, mesh={'dp': 2}")
     assert cli.main(["plan", *named]) == 0
     assert "on 2 ranks of DGX H100" in capsys.readouterr().out
+    assert cli.main(["plan", *named, "--phase", "coded"]) == 2
+    assert "neither the optimizer nor the step has phases" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -332,6 +334,7 @@ def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
+@pytest.mark.sampled(2)
 def test_path_rules_are_pinned_as_other_values_are(fields: dict[str, Any]) -> None:
     found = planned(given(**fields), most=2)
     assert all(getattr(found.spec, name) == value for name, value in fields.items())

@@ -17,7 +17,7 @@ from fzero.ir.mesh import Mesh
 from fzero.planner.programs import by_rates, step_seconds
 from fzero.planner.some_layers import FirstLayers, numbers_below
 
-LAYERS, WIDTH, ROWS = 8, 64, 256
+LAYERS, WIDTH, ROWS = 6, 64, 256
 CARD = Hardware(name="card", device=Device(memory_gib=1, memory_bytes=1e10, flops={"fp32": 1e11}, launch_us=1))
 PARAMS = {"layers": [{name: torch.empty(WIDTH, WIDTH, device="meta") for name in "ab"} for _ in range(LAYERS)]}
 BATCH = torch.empty(ROWS, WIDTH, device="meta")
@@ -40,9 +40,14 @@ def lowered(remat: Any, **given: Any) -> fzero.Lowered:
     )
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_one_layer_less_does_not_fit_and_no_number_is_faster(count: int) -> None:
-    by_count = [lowered({**FirstLayers(n, LAYERS, (("layers",),)).rules} or "none") for n in range(1, LAYERS)]
+@pytest.fixture(scope="module")
+def by_count() -> list[fzero.Lowered]:
+    """With the first one layer recomputed, with two, and so on."""
+    return [lowered(FirstLayers(n, LAYERS, (("layers",),)).rules) for n in range(1, LAYERS)]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_one_layer_less_does_not_fit_and_no_number_is_faster(count: int, by_count: list[fzero.Lowered]) -> None:
     memory = by_count[count - 1].memory.peak
     planned = fzero.plan(spec(), PARAMS, BATCH, world_size=1, hardware=CARD, memory=memory)
     assert planned.spec.remat == FirstLayers(count, LAYERS, (("layers",),)).rules

@@ -54,6 +54,7 @@ class Assigned:
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
     lent: dict[str, RoleWork] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
     from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
+    copies: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)  # by dtype and shapes
 
     @property
     def everywhere(self) -> frozenset[int]:
@@ -184,7 +185,11 @@ class Assigned:
         shapes = [source.shape if source.shape is not None else target.shape
                   for source, target in zip(sources, targets, strict=True)]  # fmt: skip
         dtype = self.buffers[sources[0].name].dtype
-        gm = segments.copy_segment(*(torch.empty(shape or (), dtype=dtype, device="meta") for shape in shapes))
+        form = dtype, *(tuple(shape or ()) for shape in shapes)
+        if form not in self.copies:
+            likes = (torch.empty(shape or (), dtype=dtype, device="meta") for shape in shapes)
+            self.copies[form] = segments.copy_segment(*likes)
+        gm = self.copies[form]
         copy = rewrite.run_op(like, gm, sources, targets)
         self.segments[copy.segment] = gm
         return replace(copy, why=why)

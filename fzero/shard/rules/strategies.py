@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from fzero._torch_compat import OpOverload
@@ -47,6 +48,10 @@ for kind in (
 op_info.default("placements", _default)
 
 
+MOST = 20_000  # calls whose strategies are kept: those of a layer come again in the next one
+_kept: dict[Any, tuple[Rule, tuple[Strategy, ...]]] = {}
+
+
 class Unknown(FzeroError, LookupError):
     """An op that no rule is known of. `op` is the op."""
 
@@ -73,10 +78,33 @@ def strategies(node: fx.Node, n: int, groups: Sequence[int] = (1,)) -> tuple[Str
 
     Raises `Unknown` for an op without a rule.
     """
-    rule, call = rule_of(node.target), Call.of(node)
+    rule = rule_of(node.target)
+    key = node.target, n, tuple(groups), _form((node.args, node.kwargs, node.meta["val"]), {})
+    known = _kept.get(key)
+    if known is None or known[0] is not rule:
+        if len(_kept) >= MOST:
+            _kept.clear()
+        known = _kept[key] = rule, _allowed(rule, Call.of(node), n, groups)
+    return known[1]
+
+
+def _allowed(rule: Rule, call: Call, n: int, groups: Sequence[int]) -> tuple[Strategy, ...]:
     found = [_replicated(call), *_by_factors(rule.factors(call), n, groups), *_linear(rule, call)]
     found += rule.more(call, n) if rule.more is not None else []
     return tuple(dict.fromkeys(found if n > 1 else found[:1]))
+
+
+def _form(value: Any, numbers: dict[fx.Node, int]) -> Any:
+    """What a rule sees of an argument or of a result. numbers: of the nodes that were seen, for one may come twice."""
+    if isinstance(value, fx.Node):
+        return numbers.setdefault(value, len(numbers)), _form(value.meta["val"], numbers)
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, (tuple, list)):
+        return tuple(_form(x, numbers) for x in value)
+    if isinstance(value, dict):
+        return tuple((name, _form(x, numbers)) for name, x in value.items())
+    return type(value), value
 
 
 def localised(node: fx.Node, strategy: Strategy, n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
