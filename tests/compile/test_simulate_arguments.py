@@ -44,7 +44,6 @@ def test_a_preset_by_its_name_is_the_machine(lowered: fzero.Lowered) -> None:
             r"longest\(dim='1'\): needed a dim",
         ),
     ],
-    ids=str,
 )
 def test_what_is_none_is_named(
     call: Callable[[Any], Any], error: type[Exception], message: str, lowered: fzero.Lowered
