@@ -37,6 +37,7 @@ from fzero.checkpoint.manifest import read, step_name
 from fzero.checkpoint.save import Snapshot, snapshot, write
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, HangError
+from fzero.hardware import Hardware
 from fzero.session.session import Session, session_of
 from fzero.spec import Spec
 from fzero.state.state import State
@@ -113,8 +114,19 @@ class Checkpointer:
         self._inside = False
 
     @untraced_by_dynamo
-    def resume(self, params: Any, spec: Spec, *, key: torch.Tensor | None = None) -> State:
-        """Returns the newest committed state in `dir`, or `fzero.init(params, spec, key=key)` if there is none yet.
+    def resume(
+        self,
+        params: Any,
+        spec: Spec,
+        *,
+        key: torch.Tensor | None = None,
+        batch_like: Any = None,
+        hardware: str | Hardware | None = None,
+    ) -> State:
+        """Returns the newest committed state in `dir`, or that of `fzero.init` if there is none yet.
+
+        params, spec, key: as in `fzero.init`. batch_like, hardware: for a new run with `mesh="auto"`, as there; a
+        checkpoint has its plan.
 
         `extra` then holds the values that were saved with the state; it is {} for a new run. Raises CorruptError if all
         checkpoints are damaged: a new run would hide that.
@@ -124,7 +136,7 @@ class Checkpointer:
             self.extra = read(self.dir / step_name(state.step), self.disk).extra or {}
             self.saved = state.step
         else:
-            state = api.init(params, spec, key=key)
+            state = api.init(params, spec, key=key, batch_like=batch_like, hardware=hardware)
         self._join(session_of(state))
         return state
 

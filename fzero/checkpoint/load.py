@@ -33,7 +33,7 @@ from fzero.checkpoint.manifest import LeafRecord, read
 from fzero.checkpoint.other_ranks import KEEP, MEAN
 from fzero.checkpoint.reader import Checkpoint
 from fzero.comm.agree import from_first, tell
-from fzero.compile.resolve import mesh_of
+from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import recipe_for
 from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
@@ -42,7 +42,7 @@ from fzero.plan.state_plan import Plan
 from fzero.planner.chosen import with_chosen
 from fzero.random import key as first_key
 from fzero.session.session import session_of
-from fzero.session.world import World
+from fzero.session.world import World, spec_digest
 from fzero.spec import Spec
 from fzero.state import storage
 from fzero.state.first_state import Recipe
@@ -97,6 +97,7 @@ def load(
     _check_given(spec, like, per_rank)
     if isinstance(like, State):
         return _into(like, Path(dir), strict, disk or Disk())
+    spec = by_flags(spec, like) if isinstance(spec, Spec) and like is not None else spec
     like = tree.map(_shape_of, like) if like is not None and not callable(like) else like
     world = World.open("load", spec, like)
     with _typed(dir):
@@ -252,10 +253,11 @@ def _settled(directory: Path, spec: Spec | None, world: World, disk: Disk) -> Sp
     failure, told = None, ""
     try:
         if world.rank == 0:
-            told = json.dumps(read(directory, disk).plan)
+            saved = read(directory, disk)
+            told = json.dumps(saved.plan and {"mesh": dict(saved.mesh), **saved.plan})
     except Exception as error:
         failure = error
-    world.agree("load", "", failure)
+    world.agree("load", spec_digest(spec), failure)
     plan = json.loads(from_first(told, "load", world.rank, world.size, world.group))
     if plan is None:
         raise SpecError(

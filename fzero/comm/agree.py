@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import operator
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero._torch_compat import default_store
 from fzero.comm import heartbeat
 from fzero.errors import DisagreementError, printable
 
 NOTE_BYTES = 512
+POLL_SECONDS = 0.05
 CALL_BYTES = 160  # of a note; of its digest and of each shared value at most PART_BYTES
 PART_BYTES = 80
 
@@ -74,17 +77,27 @@ def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Ten
 def from_first(text: str, call: str, rank: int, world_size: int, group: Any) -> str:
     """Returns the text of rank 0, of any length, on every rank. Collective; what others give is not read.
 
-    call: its name, for messages. Raises HangError if a rank does not come.
+    call: its name, for messages. Rank 0 may take as long as it wants before it calls: the others wait for as long as
+    its heartbeat answers. Raises HangError if it is silent for the timeout.
     """
     if world_size == 1:
         return text
-    presence, own = heartbeat.of(group), text.encode() if rank == 0 else b""
+    presence, store = heartbeat.of(group), default_store()
     presence.enter(call)
     try:
-        size = int(gathered(torch.tensor([len(own)]), world_size, group)[0])
-        local = torch.zeros(size, dtype=torch.uint8)
-        local[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-        return bytes(gathered(local, world_size, group)[0].tolist()).decode()
+        key = f"fzero/first/{presence.call}"
+        if rank == 0:
+            store.set(key, text)
+            return text
+
+        def told(seconds: float | None) -> bool:
+            while not (there := bool(store.check([key]))) and seconds is None:
+                time.sleep(POLL_SECONDS)
+            time.sleep(0 if there else POLL_SECONDS)
+            return there
+
+        presence.wait_for(told, call)
+        return str(store.get(key).decode())
     finally:
         presence.leave()
 

@@ -16,7 +16,7 @@ from fzero.compile.roofline import Roofline, counted_by_inductor, roofline
 from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.cost.rates import H100, Rates
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware, rates_over
 from fzero.html_table import html_facts
 from fzero.ir import fx_nodes
@@ -166,6 +166,8 @@ class Lowered:
         >>> found["product"].calls, found["product"].flops, found.unaligned
         (2, 67108864, ())
         """
+        if role not in self.programs:
+            raise SpecError(f"roofline(role={role!r}): needed one of {', '.join(map(str, self.programs))}")
         program, how, rates = self.programs[role], self.asked.compile, rates_over(rates, self.plan.mesh)
         return roofline(program, how, rates, counted_by_inductor(program, how) if by_inductor else None)
 

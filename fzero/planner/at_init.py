@@ -34,16 +34,16 @@ def planned_by_first(
     raises on rank 0.
     """
     told: dict[str, Any] = {}
-    failure: FzeroError | None = None
+    failure: Exception | None = None
     if rank == 0:
         try:
             machine = hardware if hardware is not None else preset_of(device)
             with progress.shown("planning"):
                 found = plan(spec, params_like, batch_like, world_size=world_size, hardware=machine)
             told["chosen"] = chosen_of(found.spec)
-        except FzeroError as error:
+        except Exception as error:  # of the user's functions, too: the other ranks wait for an answer
             failure = error
-            told["error"] = str(error)
+            told["error"] = str(error) if isinstance(error, FzeroError) else f"{type(error).__name__}: {error}"
     told = json.loads(from_first(json.dumps(told), "planning", rank, world_size, group))
     if failure is not None:
         raise failure

@@ -6,7 +6,7 @@ A field that was given is pinned: it has that one value in every candidate (`Spe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -65,7 +65,9 @@ class Candidate:
         """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
         used = {"shard": rules} if named(rules) & {name for name, _ in self.mesh} else {}
         remat = getattr(self.remat, "rules", self.remat)
-        return replace(base, **{**self.fields, "mesh": dict(self.mesh), "remat": remat, **used})
+        pipeline = self.pipeline if self.ranks.roles > 1 else None
+        fields = {**self.fields, "mesh": dict(self.mesh), "remat": remat, "pipeline": pipeline, **used}
+        return replace(base, **fields)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -107,9 +109,7 @@ def candidates(
     """All candidates. given: the fields that are pinned. rows: of the global batch. layers: the numbered layers of the
     parameters. rules: of `shard`, that were found for a spec without any."""
     open_ = {f.name for f in fields(Candidate)} - {*given}
-    offloads = (
-        [fixed(spec.offload)] if "offload" not in open_ else OFFLOADS if machine.host is not None else OFFLOADS[:1]
-    )
+    offloads = _homes(spec, machine) if "offload" in open_ else [fixed(spec.offload)]
     remats = REMATS if "remat" in open_ else (fixed(spec.remat),)
     for mesh in (
         meshes(spec, world_size, layers, machine, rules) if "mesh" in open_ else [mesh_of(spec, world_size).axes]
@@ -119,6 +119,15 @@ def candidates(
                 for remat in remats:
                     for offload in offloads:
                         yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline)
+
+
+def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:
+    """The values of `offload`: gradients are among them where they wait for the last one."""
+    if machine.host is None:
+        return OFFLOADS[:1]
+    numerics = spec.numerics
+    waits = spec.clip_norm is not None or numerics.policy.loss_scale is not None or spec.nonfinite in ("skip", "raise")
+    return OFFLOADS if waits or spec.step is not None else OFFLOADS[:-1]
 
 
 def meshes(

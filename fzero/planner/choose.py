@@ -76,8 +76,7 @@ def plan(
         return _planned(one, problem, most, phase)
 
     found = fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
-    names = {*found.choices} | ({"device_bytes"} if found.spec.device_bytes != spec.device_bytes else set())
-    return replace(found, spec=found.spec.but(planned=names))
+    return replace(found, spec=found.spec.but(planned=found.choices))
 
 
 def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:
@@ -100,6 +99,8 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
         choices["shard"] = Choice(problem.rules.shard, "found by what a rank's part of the forward would take", CHOSEN)
     concrete, lowered, rest = _concrete(problem, best.candidate, found)
     seconds = step_seconds(lowered, problem.machine)
+    if concrete.device_bytes != spec.device_bytes:
+        rest = {**rest, "device_bytes": Choice(concrete.device_bytes, "the program fits only under it", CHOSEN)}
     if spec.phases is not None:
         concrete = replace(concrete, optimizer=spec.optimizer, step=spec.step)
         lowered = replace(lowered, phase=phase or spec.phases.first)
@@ -142,7 +143,7 @@ def _reason(name: str, best: Row, table: Sequence[Row], found: Search) -> Choice
     """Why a field has its value: the best row with another one, or else what the sketch says of it."""
     budget = found.problem.budget
     value = getattr(best.candidate, name)
-    shown = dict(value) if name == "mesh" else value
+    shown = dict(value) if name == "mesh" else getattr(value, "rules", value)
     others = [row for row in table if getattr(row.candidate, name) != value and not row.refused]
     if fitting := [row for row in others if found.fits(row)]:
         other = min(fitting, key=lambda row: row.seconds)

@@ -11,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.errors import SpecError
+from fzero.kernels.codecs import CODECS
 from fzero.shard.partition import Groups, P, groups
 from fzero.spec import Spec
 
 PRECISION = ("gather", "reduce")  # what a plan may choose of it
+OPEN_IF_NONE = ("prefetch", "bucket_bytes", "reduce", "update_on", "device_bytes", "pipeline")
 PLAIN: dict[str, Any] = {
     "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, dict, type(None)),
     "pipeline": (str, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str,
@@ -30,19 +32,29 @@ def chosen_of(spec: Spec) -> dict[str, Any]:
     >>> chosen_of(spec.but(mesh={"dp": 2}, zero=1, planned=["mesh", "zero"]))
     {'mesh': {'dp': 2}, 'zero': 1}
     """
-    return {name: _as_data(name, getattr(spec, name)) for name in sorted(spec.planned)}
+    fields = {name: getattr(spec, name) for name in sorted(spec.planned)}
+    if "precision" in fields:
+        fields["precision"] = spec.numerics.policy
+    return {name: _as_data(name, value) for name, value in fields.items()}
 
 
 def with_chosen(spec: Spec, chosen: Any, where: str) -> Spec:
     """The spec with what a plan chose; fields that were given to it stay. where: the data is from, for messages.
 
-    Raises SpecError for data that no plan has.
+    Raises SpecError for data that no plan has, and for values that do not go with what was given.
     """
-    if not isinstance(chosen, Mapping):
-        raise SpecError(f"{where}: needed the fields of a plan by name, got {type(chosen).__name__}")
-    values = {name: _value(spec, name, value, where) for name, value in chosen.items()}
-    pinned = spec.given - {"mesh"}
-    return spec.but(planned=chosen, **{name: value for name, value in values.items() if name not in pinned})
+    given = spec.given - {"mesh", "precision"}
+    pinned = {name for name in given if name not in OPEN_IF_NONE or getattr(spec, name) is not None}
+    try:
+        if not isinstance(chosen, Mapping):
+            raise TypeError(f"needed the fields of a plan by name, got {type(chosen).__name__}")
+        values = {name: _value(spec, name, value) for name, value in chosen.items()}
+        values = {name: value for name, value in values.items() if name not in pinned}
+        if values.get("offload", spec.offload) is None:
+            values.pop("update_on", None)  # of leaves that lie elsewhere
+        return spec.but(planned=values, **values)
+    except (AttributeError, KeyError, TypeError, SpecError) as error:
+        raise SpecError(f"{where}: {error}") from None
 
 
 def _as_data(name: str, value: Any) -> Any:
@@ -59,18 +71,24 @@ def _dim(dim: Any) -> Any:
     return list(dim) if isinstance(dim, tuple) else dim
 
 
-def _value(spec: Spec, name: str, value: Any, where: str) -> Any:
-    """The field's value. Raises SpecError for a field that no plan chooses, and for a value of another type."""
-    try:
-        if name == "shard":
-            return {rule: P(*(_dim_of(dim) for dim in dims)) for rule, dims in value.items()}
-        if name == "precision":
-            return replace(spec.numerics.policy, **{part: value[part] for part in PRECISION})
-    except (AttributeError, KeyError, TypeError) as error:
-        raise SpecError(f"{where}: {name}={value!r}: no plan chooses that: {error}") from None
-    if name not in PLAIN or not isinstance(value, PLAIN[name]) or isinstance(value, bool):
-        raise SpecError(f"{where}: {name}={value!r}: no plan chooses that")
+def _value(spec: Spec, name: str, value: Any) -> Any:
+    """The field's value. Raises TypeError for a field that no plan chooses, and for a value of another type."""
+    policy = spec.numerics.policy
+    if name == "shard":
+        return {rule: _rule_of(dims) for rule, dims in value.items()}
+    if name == "precision":
+        own = policy.gather is not None or policy.reduce in CODECS
+        return spec.precision if own else replace(policy, **{part: value[part] for part in PRECISION})
+    sizes = name != "mesh" or (isinstance(value, Mapping) and all(type(n) is int and n > 0 for n in value.values()))
+    if name not in PLAIN or not isinstance(value, PLAIN[name]) or isinstance(value, bool) or not sizes:
+        raise TypeError(f"{name}={value!r}: no plan chooses that")
     return value
+
+
+def _rule_of(dims: Any) -> P:
+    if not isinstance(dims, list) or any(isinstance(d, Mapping) and {*d} != {"axis", "groups"} for d in dims):
+        raise TypeError(f"shard has {dims!r}: no plan chooses that")
+    return P(*map(_dim_of, dims))
 
 
 def _dim_of(dim: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from fzero import tree
 
+NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # as an index is written
 Stack = tuple[str, ...]  # the path of a stack of layers, without their numbers
 
 
@@ -50,5 +52,5 @@ def _split(path: str) -> tuple[Stack, int, str]:
     (('model', 'layers'), 3, 'mlp/weight')
     """
     parts = tree.parts(path)
-    at = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+    at = next((n for n, part in enumerate(parts) if NUMBER.fullmatch(part)), None)
     return ((), -1, path) if at is None else (parts[:at], int(parts[at]), "/".join(parts[at + 1 :]))

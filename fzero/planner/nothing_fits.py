@@ -67,7 +67,7 @@ def _over(row: Row, problem: Problem) -> int:
 def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
     """One for each way out that leads to something that fits: pinned fields left open, more ranks, fewer rows, other
     cards."""
-    for name in [name for name in Candidate.__dataclass_fields__ if name in problem.given]:
+    for name in [name for name in Candidate.__dataclass_fields__ if name in problem.given and name != "pipeline"]:
         opened = replace(problem, given=problem.given - {name})
         if row := _first(opened, sketch):
             yield Alternative(f"leave {name} open", row)

@@ -75,8 +75,9 @@ def problem_of(
     batch_of, rows = by_rows(tree.plain(batch_like))
     if not rows:
         raise SpecError("batch_like: its tensors have no rows: needed the global batch")
+    params_like = _as_shapes(spec, params_like)
     layers = _layers(spec, params_like)
-    equal = None if callable(params_like) or spec.loss is None else layers_of(params_like)
+    equal = layers_of(params_like) if spec.loss is not None else None
     return Problem(spec, given, params_like, batch_of, rows, layers, equal, world_size, machine, budget)
 
 
@@ -96,6 +97,15 @@ def by_rows(batch: Any) -> tuple[Callable[[int], Any], int]:
         return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta")
 
     return lambda rows: tree.map(lambda x: part(x, rows), batch), counts.pop()
+
+
+def _as_shapes(spec: Spec, params_like: Any) -> Any:
+    """The parameters as tensors on meta, where a function of a key makes them: layers are found and left out there."""
+    if not callable(params_like) or spec.loss is None:
+        return params_like
+    recipe = recipe_for(spec, params_like, None, torch.device("cpu"))
+    shapes = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in recipe.values]
+    return tree.unflatten(recipe.treedef, shapes)["params"]
 
 
 def _layers(spec: Spec, params_like: Any) -> int:

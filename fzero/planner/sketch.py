@@ -117,7 +117,7 @@ def sketched(problem: Problem) -> Sketch:
     axes = {axis: 1 for dims in (spec.shard or {}).values() for axis in dims.axes}
     alone = replace(
         spec, mesh={"dp": 1, **axes}, zero=0, microbatches=1, offload=None, nvme_path=None, sequence=None,
-        pipeline=None, device_bytes=None, host_bytes=None, reduce=None,
+        pipeline=None, device_bytes=None, host_bytes=None, reduce=None, update_on=None,
     )  # fmt: skip
     remats: list[Any] = ["none", "full"]
     if spec.remat not in remats:

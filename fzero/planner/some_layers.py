@@ -1,7 +1,7 @@
 """some_layers: as few layers are recomputed as the memory asks for, where all of them fit and none of them does.
 
 A layer that is recomputed saves the same bytes and takes the same seconds as every other. So between "none" and "full"
-both lie on a line, the fewest that fit are the fastest, and one layer less is the proof.
+both lie on a line, and the fewest that fit are the fastest. One layer less is the proof, as far as `TRIES` go.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fzero.planner.search import Search
 
 TRIES = 5  # programs that are lowered in full
 DIGITS = "0123456789"
+SPECIAL = {*"*[]"}  # characters of rules
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def fewest_layers(done: Search) -> Row | None:
     problem, best = done.problem, done.best()
     if "remat" in problem.given or problem.equal is None or best is None:
         return None
+    if any(SPECIAL & {*part} for stack in problem.equal.stacks for part in stack):
+        return None  # a rule would match other paths
     depth, stacks, left = problem.equal.depth, tuple(sorted(problem.equal.stacks)), TRIES
     for seconds, one, count in sorted(_between(done, depth), key=lambda found: found[0]):
         if seconds >= best.seconds or not left:

@@ -120,19 +120,21 @@ class World:
     def planned(self, spec: Spec, params: Any, batch_like: Any, hardware: Any) -> Spec:
         """The spec of `fzero.init` as it is, or, with `mesh="auto"`, as rank 0 plans it. Collective then. Raises
         SpecError for arguments that do not fit, and on every rank what planning raises."""
-        if self.failure is not None or spec.mesh != AUTO:
-            if batch_like is not None or hardware is not None:
-                raise SpecError(
-                    "fzero.init(batch_like=, hardware=) are read with Spec(mesh='auto'), which plans. Leave them out"
-                )
-            return spec
+        if self.failure is not None:
+            return spec  # `state` raises it on all ranks
         failure = None
-        if batch_like is None:
+        if spec.mesh != AUTO:
+            if batch_like is None and hardware is None:
+                return spec
+            failure = SpecError(
+                "fzero.init(batch_like=, hardware=) are read with Spec(mesh='auto'), which plans. Leave them out"
+            )
+        elif batch_like is None:
             failure = SpecError(
                 "fzero.init of Spec(mesh='auto') plans, and a plan needs the shapes of a batch: give init "
                 "batch_like=, the global batch (tensors on the meta device will do)"
             )
-        self.agree("planning", hashlib.blake2b(_spec_text(spec).encode(), digest_size=8).hexdigest(), failure)
+        self.agree("planning", spec_digest(spec), failure)
         found = planned_by_first(spec, params, batch_like, hardware, self.rank, self.size, self.device, self.group)
         return self.settled(found)
 
@@ -243,6 +245,11 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
             "fzero.lower"
         )
     return device
+
+
+def spec_digest(spec: Spec) -> str:
+    """A text that differs where ranks were given other fields, but for their functions."""
+    return hashlib.blake2b(_spec_text(spec).encode(), digest_size=8).hexdigest()
 
 
 def _spec_text(spec: Spec) -> str:

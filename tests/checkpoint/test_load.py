@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
-from fzero import tree
+from fzero import optim, tree
 from fzero.checkpoint import reader
 from fzero.checkpoint.compare import SHOWN
 from fzero.checkpoint.load import entry, wanted
@@ -590,3 +590,15 @@ def test_what_each_rank_keeps_needs_as_many_ranks(tmp_path: Path) -> None:
     assert found_one.tree["error"].full().tolist() == [[3.0] * 5]
     assert found_one.tree["w"].full().tolist() == [1.0] * 7
     assert entry((5,), torch.float32, True, 2) == Checkpoint(saved).leaves["error"]
+
+
+def test_what_trains_by_flags_is_resumed_by_them(tmp_path: Path) -> None:
+    """Parameters that do not require grad have no moments, in a checkpoint neither."""
+    spec = fzero.Spec(loss=lambda p, x: (x @ p["w"] + p["z"]).square().mean(), optimizer=optim.adamw(1e-2))
+    params = {"w": torch.ones(4, 4, requires_grad=True), "z": torch.ones(4)}
+    for steps in (1, 2):
+        with fzero.Checkpointer(tmp_path) as run:
+            state = fzero.step(run.resume(params, spec), torch.ones(2, 4))
+            run.save(state)
+        assert state.step == steps
+    assert state.params["z"].full().tolist() == [1.0] * 4

@@ -134,6 +134,72 @@ def test_a_checkpoint_without_a_plan_and_a_plan_that_is_none(tmp_path: Path) -> 
         read(folder)
 
 
+def test_a_run_by_the_checkpointer(tmp_path: Path) -> None:
+    with fzero.Checkpointer(tmp_path) as run:
+        state = fzero.step(run.resume(params, spec(), batch_like=BATCH, hardware=TOY), torch.ones(8, 32))
+        run.save(state)
+    with fzero.Checkpointer(tmp_path) as run:
+        again = run.resume(params, spec())
+    assert again.step == 1
+    assert chosen_of(again.runtime.spec) == chosen_of(state.runtime.spec)  # type: ignore[attr-defined]
+
+
+def test_a_plan_is_saved_whatever_it_chose_and_goes_with_what_is_given_then(tmp_path: Path) -> None:
+    concrete = {"mesh": {"dp": 1}, "zero": 0, "microbatches": 1}
+    said = fzero.plan(spec(**concrete), params, BATCH, world_size=1, hardware=TOY, codecs=("int8",))
+    assert "precision" in said.spec.planned, "none was taken, and that is a choice"
+    fzero.save(fzero.init(params, said.spec), tmp_path / "a")
+    again = fzero.load(tmp_path / "a", spec(prefetch=None, reduce=None)).runtime.spec  # type: ignore[attr-defined]
+    assert again.mesh == {"dp": 1}, "the mesh that was given to the plan"
+    assert again.prefetch == said.spec.prefetch, "None is open"
+    moved = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), **concrete, offload="optimizer")
+    lies = fzero.plan(moved, params, BATCH, world_size=1, hardware=TOY).spec
+    assert "update_on" in lies.planned
+    fzero.save(fzero.init(params, lies), tmp_path / "b")
+    assert fzero.load(tmp_path / "b", spec(offload=None)).runtime.spec.update_on is None  # type: ignore[attr-defined]
+
+
+def broken_ranks() -> list[str]:
+    def reads(p: Any, x: Any) -> Any:
+        return x["none"].sum()
+
+    def types(p: Any, x: Any) -> Any:
+        raise TypeError("of the loss")
+
+    said = []
+    for fn in (reads, types):
+        try:
+            fzero.init(params, spec(loss=fn), batch_like={"x": BATCH}, hardware=TOY)
+        except (KeyError, TypeError, SpecError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_an_error_of_the_loss_on_rank_0_is_one_on_all() -> None:
+    first, second = values(gloo(2, broken_ranks))
+    assert [text.partition(":")[0] for text in first] == ["KeyError", "TypeError"]
+    assert second == [f"SpecError: planning failed on rank 0: {text}" for text in first]
+
+
+def slow_ranks(rank_0_takes: float) -> str:
+    import time
+
+    import torch.distributed as dist
+
+    from fzero.comm.agree import from_first
+    from fzero.session.world import World
+
+    world = World.open("init", spec(mesh=None, timeout=2.0), {"w": torch.ones(1)})
+    world.agree("planning", "")  # as init does, so that the heartbeats begin
+    if dist.get_rank() == 0:
+        time.sleep(rank_0_takes)
+    return from_first("said" if world.rank == 0 else "", "planning", world.rank, world.size, world.group)
+
+
+def test_the_first_rank_may_think_longer_than_the_timeout() -> None:
+    assert values(gloo(2, slow_ranks, 5.0)) == ["said", "said"]
+
+
 def test_rules_and_codecs_come_back_as_they_were() -> None:
     rules = {
         "layers/*/w": P(None, groups("tp", 3)),

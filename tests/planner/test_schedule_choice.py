@@ -54,6 +54,11 @@ def test_no_schedule_is_faster() -> None:
     assert fzero.lower(pasted, PARAMS, BATCH).digest == found.lowered.digest
 
 
+def test_a_schedule_that_was_given_where_the_mesh_is_open() -> None:
+    found = fzero.plan(spec(mesh="auto", pipeline="zb-h1"), PARAMS, BATCH, world_size=2, hardware=MACHINE)
+    assert found.spec.pipeline == ("zb-h1" if "pp" in found.spec.mesh else None)
+
+
 def test_one_that_was_given_stays_and_without_a_pipeline_there_is_none() -> None:
     assert planned(spec(pipeline="gpipe")).spec.pipeline == "gpipe"
     alone = planned(spec(mesh={"dp": 2}))

@@ -72,6 +72,26 @@ def test_where_none_or_all_is_right_no_part_is_taken() -> None:
     assert pinned.spec.remat == "full"
 
 
+def test_a_function_of_a_key_is_planned_as_its_tensors(by_count: list[fzero.Lowered]) -> None:
+    def made(key: Tensor) -> Any:
+        return {"layers": [{name: torch.zeros(WIDTH, WIDTH) for name in "ab"} for _ in range(LAYERS)]}
+
+    memory = by_count[1].memory.peak
+    one, two = (fzero.plan(spec(), like, BATCH, world_size=1, hardware=CARD, memory=memory) for like in (PARAMS, made))
+    assert one.spec.remat == two.spec.remat
+    assert isinstance(one.spec.remat, dict)
+    assert one.seconds == two.seconds
+
+
+@pytest.mark.parametrize("name", ["a*", "m[x]"])
+def test_paths_that_a_rule_cannot_name_are_left_alone(name: str, by_count: list[fzero.Lowered]) -> None:
+    like = {name: PARAMS["layers"]}
+    one = spec().but(loss=lambda p, x: loss({"layers": p[name]}, x))
+    found = fzero.plan(one, like, BATCH, world_size=1, hardware=CARD, memory=by_count[1].memory.peak)
+    assert found.spec.remat == "full"
+    assert not any(row.refused for row in found.table)
+
+
 def test_patterns_match_the_numbers_below_and_no_other() -> None:
     for n in (1, 2, 9, 10, 11, 19, 20, 99, 100, 101, 126, 230):
         patterns = numbers_below(n)
