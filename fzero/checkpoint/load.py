@@ -97,8 +97,7 @@ def load(
     _check_given(spec, like, per_rank)
     if isinstance(like, State):
         return _into(like, Path(dir), strict, disk or Disk())
-    spec = by_flags(spec, like) if isinstance(spec, Spec) and like is not None else spec
-    like = tree.map(_shape_of, like) if like is not None and not callable(like) else like
+    spec, like = _shapes(spec, like)
     world = World.open("load", spec, like)
     with _typed(dir):
         chosen = _chosen(Path(dir), world, disk or Disk())
@@ -242,6 +241,13 @@ def _chosen(dir: Path, world: World, disk: Disk) -> Path:
     if world.size > 1:
         name = tell(name, world.size, world.group)[0]
     return dir / name.decode() if name else dir
+
+
+def _shapes(spec: Spec | None, like: Any) -> tuple[Spec | None, Any]:
+    """(the spec, of parameters that say by flags which of them train, what like has without its values)."""
+    if like is None or callable(like):
+        return spec, like
+    return by_flags(spec, like) if isinstance(spec, Spec) else spec, tree.map(_shape_of, like)
 
 
 def _settled(directory: Path, spec: Spec | None, world: World, disk: Disk) -> Spec:

@@ -17,7 +17,8 @@ from fzero.compile.timeline import draw
 from fzero.cost.memory import MemoryAccount, account
 from fzero.cost.rates import H100, Rates
 from fzero.errors import FzeroError, SpecError
-from fzero.hardware import Hardware, rates_over
+from fzero.hardware import Hardware
+from fzero.hardware.toml_file import rates_over
 from fzero.html_table import html_facts
 from fzero.ir import fx_nodes
 from fzero.ir.decisions import Decisions

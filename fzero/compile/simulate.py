@@ -9,7 +9,8 @@ from fzero.compile.lowered import Lowered
 from fzero.cost.rates import SEND, Rates
 from fzero.cost.step_time import StepTime, roles_time
 from fzero.errors import SpecError
-from fzero.hardware import Hardware, rates_over
+from fzero.hardware import Hardware
+from fzero.hardware.toml_file import rates_over
 from fzero.ir.program import lane_bytes
 from fzero.ir.records import DISK
 

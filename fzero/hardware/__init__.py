@@ -7,6 +7,6 @@
 """
 
 from fzero.hardware.machine import Device, Drive, Hardware, Host, NetworkLevel
-from fzero.hardware.toml_file import load, presets, rates_over, to_toml
+from fzero.hardware.toml_file import load, presets, to_toml
 
-__all__ = ["Device", "Drive", "Hardware", "Host", "NetworkLevel", "load", "presets", "rates_over", "to_toml"]
+__all__ = ["Device", "Drive", "Hardware", "Host", "NetworkLevel", "load", "presets", "to_toml"]
