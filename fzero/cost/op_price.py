@@ -65,7 +65,8 @@ def op_seconds(program: Program, op: Op, rates: Rates) -> tuple[str, float]:
     """(the lane that an op works on, the seconds that it takes with nothing beside it); the lane "" is the rank itself.
     0 for marks. Raises KeyError for a transfer without a rate."""
     if op.computes and rates.host_bytes and program.space(op) == HOST:
-        return UPDATES, sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes)) / rates.host_bytes
+        moved = sum(named_bytes(program, ref) for ref in (*op.reads, *op.writes))
+        return UPDATES, max(rates.launch, moved / rates.host_bytes)
     if op.computes:
         return "", _compute(program.segments[op.segment], rates)
     if op.row.runs is not None:
@@ -81,7 +82,7 @@ def op_seconds(program: Program, op: Op, rates: Rates) -> tuple[str, float]:
         outermost = parts_of(program.mesh.in_order(axis))[0]
         return f"{WIRE} {outermost}", rates.transfer(op.kind, whole, axis, ranks)
     way = "→".join(lane(program, op))
-    return way, moved_bytes(program, op) / rates.lanes[way] if way in rates.lanes else 0.0
+    return way, max(rates.launch, moved_bytes(program, op) / rates.lanes[way]) if way in rates.lanes else 0.0
 
 
 @dataclass
