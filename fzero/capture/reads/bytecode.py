@@ -208,7 +208,7 @@ class _Machine:
             self.stack.clear() if name != "UNARY_NOT" else self.stack.append(None)
         elif name == "RETURN_VALUE" and isinstance(value := self.pop(), _Load):
             value.callee = RETURNED
-        else:
+        elif name != "TO_BOOL":  # which comes before a jump or a `not` since 3.13: these take the truth
             self.stack.clear()
 
     def _subscript(self) -> None:
