@@ -50,12 +50,11 @@ def numbers_below(n: int) -> list[str]:
     """
     found, any_ = [], f"[{DIGITS}]"
     for width in range(1, len(str(n)) + 1):
-        least = 0 if width == 1 else 10 ** (width - 1)
         if n >= 10**width:
             found.append((any_ if width == 1 else f"[{DIGITS[1:]}]") + any_ * (width - 1))
             continue
         for at, digit in enumerate(str(n)):
-            low = int(str(least)[0]) if at == 0 else 0
+            low = 1 if at == 0 and width > 1 else 0  # no number begins with 0, but 0
             if of := DIGITS[low : int(digit)]:
                 found.append(str(n)[:at] + (f"[{of}]" if len(of) > 1 else of) + any_ * (width - at - 1))
     return found
