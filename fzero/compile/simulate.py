@@ -20,10 +20,9 @@ def simulate(lowered: Lowered, rates: Rates | Hardware | str | Path, rank: int =
 
     lowered: of `fzero.lower`. rank: the one whose time is returned.
     rates: a machine (a preset's name, a TOML file or a `Hardware`), or figures of your own, as
-    `fzero.cost.rates.H100`. A transfer is
-    priced by its kind, its axis and the ranks of that. The roles of a pipeline are simulated together: a role waits
-    for the messages of others. A lane of the device that has no rate takes no time. Raises SpecError where a lane of
-    the disk has none, or a kind of transfer between ranks.
+    `fzero.cost.rates.H100`. A transfer is priced by its kind, its axis and the ranks of that. The roles of a pipeline
+    are simulated together: a role waits for the messages of others. A lane of the device that has no rate takes no
+    time. Raises SpecError where a lane of the disk has none, or a kind of transfer between ranks.
 
     >>> import torch, fzero
     >>> from fzero.cost.rates import H100

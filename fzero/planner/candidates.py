@@ -29,10 +29,10 @@ def named(rules: Mapping[str, P] | None) -> set[str]:
     return {axis for dims in (rules or {}).values() for axis in dims.axes}
 
 
-class GivenRules(dict[str, Any]):
-    """Path rules that were given, as a candidate has them: never changed, and a part of a key.
+class FixedRules(dict[str, Any]):
+    """Path rules as a candidate has them: never changed, and a part of a key.
 
-    >>> GivenRules({"**": 1}) == {"**": 1}, len({GivenRules({"**": 1}), GivenRules({"**": 1})})
+    >>> FixedRules({"**": 1}) == {"**": 1}, len({FixedRules({"**": 1}), FixedRules({"**": 1})})
     (True, 1)
     """
 
@@ -42,11 +42,11 @@ class GivenRules(dict[str, Any]):
 
 def fixed(value: Any) -> Any:
     """The value of a field, as a candidate has it."""
-    return GivenRules(value) if isinstance(value, Mapping) else value
+    return FixedRules(value) if isinstance(value, Mapping) else value
 
 
 # gradients that wait to be clipped, or to be found finite, are as large as the parameters
-ALL = GivenRules({"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"})
+ALL = FixedRules({"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"})
 OFFLOADS = (None, "optimizer", "optimizer+params", ALL)
 
 
