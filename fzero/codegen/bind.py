@@ -22,8 +22,8 @@ from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.codegen import inplace, matmul, out_forms, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.out_forms import Call
-from fzero.codegen.segment_memory import layout, tensor_at
-from fzero.codegen.widened import is_widened
+from fzero.codegen.segment_memory import SegmentMemory, layout, tensor_at
+from fzero.codegen.widened import is_widened, narrowed
 from fzero.ir import as_strided, fx_nodes, fx_values, op_info
 
 aten = torch.ops.aten
@@ -50,18 +50,9 @@ def bind(
     env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), inputs, strict=True))
     shapes = _shapes(gm, inputs)
     calls: list[Call] = []
-
-    def memory_of(key: fx_values.Value, value: torch.Tensor) -> torch.Tensor:
-        home = plan.homes.get(key, key)
-        if isinstance(home, fx.Node):
-            return inplace.at_home(value, env[home])
-        if home in plan.outputs:
-            out = outs[plan.outputs.index(home)]
-            return out if home is key else inplace.at_home(value, out)
-        return tensor_at(workspace, plan.offsets[home], value)
-
+    memory_of = partial(_memory, plan, env, outs, workspace)
     for node in gm.graph.nodes:
-        if not fx_nodes.is_compute(node) or node in plan.tiled:
+        if not fx_nodes.is_compute(node) or node in plan.tiled or node in env:  # a cast that a kernel has written
             continue
         if node in plan.chains:
             chain = plan.chains[node]
@@ -82,13 +73,36 @@ def bind(
             calls.append(partial(node.target.run, *args, *into.values()))
             env[node] = list(into.values())
         elif written := fx_nodes.mutated(node):
-            if not _is_there(node, args):
+            cast = narrowed(node, plan.homes)
+            kernel = op_info.kernel_for(node.target, *args) if cast is not None else None
+            if cast is not None and kernel is not None:
+                env[cast] = memory_of((cast, 0), fx_values.results(cast, shapes.get(cast))[0][1])
+                calls.append(partial(kernel, *args, **kwargs, copy=env[cast]))
+            elif not _is_there(node, args):
                 calls += calls_of(node, args, kwargs, {})
             env[node] = env[written[0]]
         else:
             calls += calls_of(node, args, kwargs, into)
             env[node] = tuple(map(into.get, range(max(into, default=-1) + 1))) if _several(node) else into.get(0)
     return calls
+
+
+def _memory(
+    plan: SegmentMemory,
+    env: Mapping[fx.Node, Any],
+    outs: Sequence[torch.Tensor],
+    workspace: torch.Tensor,
+    key: fx_values.Value,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """The memory of a value, in the value's form."""
+    home = plan.homes.get(key, key)
+    if isinstance(home, fx.Node):
+        return inplace.at_home(value, env[home])
+    if home in plan.outputs:
+        out = outs[plan.outputs.index(home)]
+        return out if home is key else inplace.at_home(value, out)
+    return tensor_at(workspace, plan.offsets[home], value)
 
 
 def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:

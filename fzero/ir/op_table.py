@@ -60,6 +60,7 @@ class OpInfo:
     fusion: "loop" over elements, which a compiler may fuse; "move": so it is, but it does not count as work; "not on
         cpu": there torch's kernel is faster. aten's pointwise ops are loops.
     widens: the operands that its kernel casts itself, by place: they may come in a narrower floating dtype.
+    narrows: the results that its kernel writes in 16 bits as well, into its argument `copy`, by place.
     kernel: the `fzero.kernels.Kernel` that replaces it on CUDA. reads_back: that one waits for values from the device.
     workspace: bytes that its CPU kernel holds beyond operands and results.
 
@@ -95,6 +96,7 @@ class OpInfo:
     tile_head: Callable[[fx.Node], tuple[int, Mapping[int, int]] | None] | None = None
     fusion: Literal["", "loop", "move", "not on cpu"] = ""
     widens: tuple[int, ...] = ()
+    narrows: tuple[int, ...] = ()
     kernel: Any = None
     reads_back: bool = False
     workspace: Formula | None = None

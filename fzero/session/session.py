@@ -31,6 +31,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.runtime import compile_segments
+from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
 from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
@@ -96,6 +97,11 @@ class Session:
     def costs(self) -> Costs:
         """The measured costs of matrix products, the same on every rank."""
         return Costs("products", rank=self.rank, store=default_store() if self.world_size > 1 else None)
+
+    @cached_property
+    def copies(self) -> Copies:
+        """The 16-bit copies of parameters that programs keep between steps."""
+        return Copies(self.memory.in_memory, self.transport.block)
 
     @property
     def like(self) -> Any:
@@ -221,7 +227,12 @@ class Session:
             self.memory.file.grow(max(one.arenas[DISK] for one in known))
         if id(lowered) not in self.bound:
             constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
-            memory = {**self.memory.in_memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
+            copies = self.copies.of(program)
+            memory = {
+                **self.memory.in_memory,
+                **copies,
+                **dict(zip(constants, lowered.graph.constants.values(), strict=True)),
+            }
             compiled = self.compiled_segments.get(lowered.program_digest, {})
             self.bound[id(lowered)] = Executor(
                 program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph,
@@ -338,7 +349,9 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     state.life.steps = True
     try:
         with session_of(state).presence.running(lambda: bound.position, bound.where):
+            session_of(state).copies.refresh(bound.program)
             metrics = bound.run(tensors, watch)
+        session_of(state).copies.wrote(bound.program)
     except BaseException as error:
         if bound.wrote_state:
             state.life.ended = (
