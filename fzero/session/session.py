@@ -79,14 +79,10 @@ class Session:
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
     bound: dict[int, Executor] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
-    arena: torch.Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
-    )  # holds the programs' buffers
+    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # the programs' buffers
     flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
     any_rank_flags: int = 0  # the bits that any rank sent with the last step
-    host_arena: torch.Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
-    )  # what moves pass through
+    host_arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of moves
     lanes: Lanes = field(default_factory=Lanes)
     exhausted: torch.Tensor | None = None  # 0-d bool: whether the loss scale reached its end since the last look
     inputs: dict[Any, frozenset[str]] = field(default_factory=dict)
@@ -226,13 +222,9 @@ class Session:
         if self.memory.file is not None:
             self.memory.file.grow(max(one.arenas[DISK] for one in known))
         if id(lowered) not in self.bound:
-            constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
-            copies = self.copies.of(program)
-            memory = {
-                **self.memory.in_memory,
-                **copies,
-                **dict(zip(constants, lowered.graph.constants.values(), strict=True)),
-            }
+            names = (name for name, b in program.buffers.items() if b.kind == "constant")
+            constants = dict(zip(names, lowered.graph.constants.values(), strict=True))
+            memory = {**self.memory.in_memory, **self.copies.of(program), **constants}
             compiled = self.compiled_segments.get(lowered.program_digest, {})
             self.bound[id(lowered)] = Executor(
                 program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph,
