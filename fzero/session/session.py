@@ -95,8 +95,7 @@ class Session:
         return Costs("products", rank=self.rank, store=default_store() if self.world_size > 1 else None)
 
     @cached_property
-    def copies(self) -> Copies:
-        """The 16-bit copies of parameters that programs keep between steps."""
+    def copies(self) -> Copies:  # of parameters, between steps
         return Copies(self.memory.in_memory, self.transport.block)
 
     @property

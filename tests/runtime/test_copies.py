@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from helpers import gloo, run_reference, values
 
 import fzero
 from fzero.session.session import session_of
@@ -140,6 +142,29 @@ def test_no_checkpoint_holds_one_and_a_run_goes_on(tmp_path: Path) -> None:
         state = fzero.step(state, x)
         assert float(state.metrics["loss"]) == plain.step(x)
     same(state, plain)
+
+
+def _trained(transfers: str, zero: int) -> dict[str, torch.Tensor]:
+    params, _ = data()
+    state = fzero.init(params, spec(zero=zero, transfers=transfers))
+    rank = session_of(state).rank
+    for step in range(3):
+        state = fzero.step(state, batch_of(rank, step))
+    assert session_of(state).copies.tensors
+    return fzero.unshard(state.params)
+
+
+def batch_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, SIZE, generator=torch.Generator().manual_seed(9 * step + rank))
+
+
+@pytest.mark.parametrize(("transfers", "zero"), [("auto", 3), ("p2p", 1)])
+def test_ranks_gather_from_copies(transfers: str, zero: int) -> None:
+    """In processes, over shared memory and over messages: the bits of the captured step in plain torch."""
+    exact, _ = run_reference(spec(zero=zero), data()[0], batch_of, world=2, steps=3)
+    for found in values(gloo(2, _trained, transfers, zero)):
+        for name, value in found.items():
+            assert torch.equal(value, exact[f"params/{name}"]), name
 
 
 def test_an_evaluation_leaves_copies_as_they_are() -> None:
