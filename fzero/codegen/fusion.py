@@ -184,16 +184,32 @@ def _is_tanh(node: fx.Node) -> bool:
 
 
 def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Maximal runs of fusible nodes of which two or more compute something, or one whose result aten would copy."""
+    """Maximal runs of fusible nodes of which two or more compute something, or one that is worth it alone."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
         if not fx_nodes.is_compute(node) or _is_aten_view(node):
             continue
-        if is_fusible(node):
+        if is_fusible(node) and not _lies_elsewhere(node, runs[-1]):
             runs[-1].append(node)
-        elif runs[-1]:
+        elif runs[-1] and not (_lies_elsewhere(node, runs[-1]) and _may_pass(node, runs[-1])):
             runs.append([])
-    return [run for run in runs if sum(_computes(n) for n in run) > 1 or any(_is_copied(n) or _packs(n) for n in run)]
+    return [run for run in runs if sum(_computes(n) for n in run) > 1 or any(map(_is_worth_it, run))]
+
+
+def _lies_elsewhere(node: fx.Node, run: Sequence[fx.Node]) -> bool:
+    """Whether a node copies what is made outside of a run: it may lie in its destination already (`inplace`)."""
+    if node.target is not aten.copy_.default:
+        return False
+    into, source = (fx_nodes.operand(node, i) for i in (0, 1))
+    return fx_nodes.base(source) not in run and into.meta["val"].dtype == source.meta["val"].dtype
+
+
+def _may_pass(node: fx.Node, run: Sequence[fx.Node]) -> bool:
+    """Whether a copy may be made before a run that begins in front of it: the run neither reads nor writes where it
+    writes, and does not write what it reads."""
+    into, source = (fx_nodes.base(fx_nodes.operand(node, i)) for i in (0, 1))
+    used = {fx_nodes.base(n) for member in run for n in member.all_input_nodes}
+    return into not in used and all(fx_nodes.base(n) is not source for member in run for n in fx_nodes.mutated(member))
 
 
 def _is_aten_view(node: fx.Node) -> bool:
@@ -220,6 +236,15 @@ def _packs(node: fx.Node) -> bool:
 def _on_device(node: fx.Node) -> bool:
     """Whether a node's kernels are launched on a device, where each copy is a pass over memory of its own."""
     return backend.of(fx_values.tensors(node.meta["val"])[0].device).on_streams
+
+
+def _is_worth_it(node: fx.Node) -> bool:
+    """Whether one node alone is worth a kernel of its own, on a device: aten would copy its results, it packs, or it
+    sums rows, for which aten's kernel takes three times the time of its bytes."""
+    if node.target is aten.sum.dim_IntList and _on_device(node):
+        last = fx_nodes.operand(node).meta["val"].ndim - 1
+        return bool(node.args[1]) and not {last, -1} & set(node.args[1])  # type: ignore[arg-type]
+    return _is_copied(node) or _packs(node)
 
 
 def _is_copied(node: fx.Node) -> bool:
