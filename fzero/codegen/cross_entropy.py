@@ -76,7 +76,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _whole_rows(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """The logits with the rows that they are the first columns of, all others -inf; as they are where they are whole."""
+    """The logits with the whole rows that they are the first columns of, the others -inf; else as they are."""
     value, source, casts = x.meta["val"], x, 0
     while source.target in CHAIN:
         casts += source.target is aten._to_copy.default
