@@ -112,13 +112,14 @@ def launches(first: int) -> Iterator[Any]:
     for p, g, m in [(F32, F32, F32), (F32, BF16, F32), (F32, F32, BF16), (BF16, BF16, BF16), (F16, F16, F16)]:
         run = partial(adamw.adamw_, buffer(p), buffer(g), buffer(m), buffer(m), *step)
         yield run
-        yield partial(run, False)
+        yield partial(run, False, scalar(), scalar())
         options: dict[str, Any] = {"scale": scalar(F32), "clip": scalar(), "skip": flag, "copy": buffer(BF16)}
         yield partial(run, **options, seeds=adamw.Seeds(*(seed if t == BF16 else None for t in (p, m, m))))
     for p in (F32, BF16, F16):
         blocks = -(-size // 64)
         moments = buffer(torch.int8), buffer(F32, blocks), buffer(torch.uint8), buffer(F32, blocks)
         yield partial(adam8_kernel.adamw8_, buffer(p), buffer(p), *moments, *step)
+        yield partial(adam8_kernel.adamw8_, buffer(p), buffer(p), *moments, *step, scalar(), scalar())
     yield partial(rounding.stochastic_round, buffer(), seed, out=buffer(BF16))
     for source, target in [(F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (BF16, BF16)]:
         yield partial(cast.cast, buffer(target), buffer(source), scalar(F32))

@@ -444,9 +444,9 @@ def optimizer_kernels() -> None:
     low = [t.bfloat16() for t in own]
     adamw.adamw_(*low, *scalars, *hyperparameters, seeds=adamw.Seeds(*seeds))
     with fails(ValueError, "must be 0-d"):
-        hyper.hyper(torch.device(HERE), own[0], lr, 0.9, 0.999, 0.1)
+        hyper.bias_corrections(own[0], scalars[1], 0.9, 0.999)
     with fails(TypeError, "must be torch.int64"):
-        hyper.hyper(torch.device(HERE), *scalars, 0.9, 0.999, 0.1, seeds=(skip, None, None))
+        adamw.adamw_(*low, *scalars, *hyperparameters, seeds=adamw.Seeds(skip))
     sizes = (0, torch.int8), (0, F32), (0, torch.uint8), (0, F32)
     moments = [torch.zeros(n, dtype=dtype, device=HERE) for n, dtype in sizes]
     adam8_kernel.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
