@@ -156,7 +156,7 @@ def calls_of(
         names = [a.name for a in form._schema.arguments if a.is_out]
         args = [_result_at(into.values(), x) for x in args]
         yield partial(_kernel(form, args, kwargs), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
-    elif not into:
+    elif not into and not held:
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
     elif _several(node):
         compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
