@@ -5,7 +5,7 @@
    stretch they are as fast, write into given memory without a copy, and keep their bits.
 2. Consecutive fusible nodes make a *run*. Views are no border. A copy of what was made elsewhere is none and stays out:
    it may lie in its destination already (`inplace`).
-3. On a device a sum over rows moves to the node that makes its rows, and a run falls into its *stretches*: the parts
+3. On a device loops first move next to what they share (`neighbours`), and a run falls into its *stretches*: the parts
    that share no value. So what stands beside a value by chance decides nothing, and a kernel of fzero's own can have a
    stretch to itself (`own_kernels`).
 4. A stretch is worth it where two or more nodes compute something. On a device one is enough: one whose result aten
@@ -17,7 +17,7 @@ Casts and copies count and connect nothing: ZeRO stages differ in them, and ever
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ from torch import fx
 from fzero import backend
 from fzero._torch_compat import inductor_rounds
 from fzero.codegen import out_forms
+from fzero.codegen.neighbours import gather, readers
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.op_info import of
 
@@ -63,9 +64,9 @@ def _is_tanh(node: fx.Node) -> bool:
 
 
 def stretches(graph: fx.Graph) -> list[list[fx.Node]]:
-    """The stretches of a graph, each in the graph's order. Sums over rows are moved in it first."""
-    _move_sums(graph)
-    found = [part for run in _runs(graph) for part in (_parts(run) if any(map(_on_device, run)) else [run])]
+    """The stretches of a graph, each in the graph's order. On a device loops are moved in it first."""
+    gather(graph, lambda node: is_fusible(node) and on_device(node))
+    found = [part for run in _runs(graph) for part in (_parts(run) if any(map(on_device, run)) else [run])]
     return [part for part in found if sum(map(_computes, part)) > 1 or any(map(_is_worth_it, part))]
 
 
@@ -83,30 +84,14 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
     return runs
 
 
-def _move_sums(graph: fx.Graph) -> None:
-    """Puts each sum over rows of what a fusible node of the graph makes behind that node, on a device."""
-    for node in list(graph.nodes):
-        if not _sums_rows(node):
-            continue
-        made = fx_nodes.base(fx_nodes.operand(node))
-        if not fx_nodes.is_compute(made) or not is_fusible(made) or fx_nodes.mutated(made):
-            continue
-        path, between = [node], fx_nodes.operand(node)
-        while between is not made:
-            path.append(between)
-            between = fx_nodes.operand(between)
-        for one in path:  # the last first: each is put right behind the one that makes the rows
-            made.append(one)
-
-
 def _parts(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The nodes of a run by what they share: values that one computes and another reads, and memory that one writes.
 
-    A cast of what is made outside connects nothing. Parts that read it have one each.
+    A cast of what the segment is given, as of a leaf, connects nothing. Parts that read it have one each.
     """
     group = _Groups(run)
     writers = {fx_nodes.base(into): node for node in run for into in fx_nodes.mutated(node)}
-    outer = [n for n in run if _moves(n) and not fx_nodes.mutated(n) and _from_outside(n, group)]
+    outer = [n for n in run if _moves(n) and not fx_nodes.mutated(n) and _is_given(n)]
     for node in run:
         for operand in node.all_input_nodes:
             made = fx_nodes.base(operand)
@@ -138,7 +123,7 @@ class _Groups(dict[fx.Node, fx.Node]):
         """Puts a cast into the set that reads it; each further set gets a cast of its own, and is joined if it reads
         a view of it."""
         users = [user for user in move.users if user in self]
-        sets = list(dict.fromkeys(self.leader(node) for node in _readers(move) if node in self))
+        sets = list(dict.fromkeys(self.leader(node) for node in readers(move) if node in self))
         for number, leader in enumerate(sets):
             own = [user for user in users if self.leader(user) is leader]
             if number == 0 or not own:
@@ -163,17 +148,8 @@ def _moves(node: fx.Node) -> bool:
     return node.target is not operator.getitem and not _computes(node)
 
 
-def _from_outside(node: fx.Node, inside: Container[fx.Node]) -> bool:
-    return all(fx_nodes.base(operand) not in inside for operand in node.all_input_nodes)
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node's value, through views."""
-    for user in node.users:
-        if is_aten_view(user):
-            yield from _readers(user)
-        else:
-            yield user
+def _is_given(node: fx.Node) -> bool:
+    return all(fx_nodes.base(operand).op == "placeholder" for operand in node.all_input_nodes)
 
 
 def _lies_elsewhere(node: fx.Node, run: Sequence[fx.Node]) -> bool:
@@ -210,10 +186,10 @@ def _computes(node: fx.Node) -> bool:
 
 def _packs(node: fx.Node) -> bool:
     """Whether a node packs several values into one on a device: a compiler writes what is made of it in one pass."""
-    return node.target in PACKS and _on_device(node)
+    return node.target in PACKS and on_device(node)
 
 
-def _on_device(node: fx.Node) -> bool:
+def on_device(node: fx.Node) -> bool:
     """Whether a node's kernels are launched on a device, where each copy is a pass over memory of its own."""
     values = fx_values.tensors(node.meta.get("val"))
     return bool(values) and backend.of(values[0].device).on_streams
@@ -227,7 +203,7 @@ def _is_worth_it(node: fx.Node) -> bool:
 
 def _sums_rows(node: fx.Node) -> bool:
     """Whether a node sums over the rows of a value on a device, and not along them."""
-    if node.target is not aten.sum.dim_IntList or not _on_device(node):
+    if node.target is not aten.sum.dim_IntList or not on_device(node):
         return False
     last = fx_nodes.operand(node).meta["val"].ndim - 1
     return bool(node.args[1]) and not {last, -1} & set(node.args[1])  # type: ignore[arg-type]
@@ -237,4 +213,4 @@ def _is_copied(node: fx.Node) -> bool:
     """Whether aten would copy the results of an op, on a device where a copy is a kernel and a pass over memory."""
     if node.target is operator.getitem or not _computes(node) or not fx_values.results(node):
         return False
-    return _on_device(node) and not (out_forms.special_form(node) or out_forms.form_of(node))
+    return on_device(node) and not (out_forms.special_form(node) or out_forms.form_of(node))

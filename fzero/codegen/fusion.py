@@ -2,7 +2,7 @@
 
 A stretch (clusters.py) becomes a `Fused` node: a graph that reads its inputs and writes its results into given memory.
 It is compiled once for each hash. Views are made again on either side of one. The other ops keep their order, but for
-sums over rows; so the peak changes only by the values that the stretch no longer makes.
+loops that move where no more memory is held (neighbours.py).
 
     m = mm(x, w);  a = add(r, m);  n = layer_norm(a, g, b);  q = mm(n, u)
     becomes   m = mm(x, w);  a, n, mean, rstd = fused(r, m, g, b);  q = mm(n, u)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import backend
 from fzero.codegen import out_forms
+from fzero.codegen.clusters import on_device
 from fzero.codegen.fusion import Fused
 from fzero.ir import fx_nodes, fx_values
 
@@ -31,11 +31,10 @@ def handed(gm: fx.GraphModule) -> frozenset[fx_values.Value]:
     for node, reader in itertools.pairwise(calls):
         if not isinstance(reader.target, Fused) or not _allocates(node):
             continue
-        for index, value in fx_values.results(node):
+        for index, _ in fx_values.results(node):
             names = [user for user in node.users if user.args[1] == index]
             directly = [user for name in names for user in name.users]
-            on_device = backend.of(value.device).on_streams
-            if on_device and names and set(directly) == {reader} and not _written(reader, names):
+            if names and on_device(names[0]) and set(directly) == {reader} and not _written(reader, names):
                 found.add((node, index))
     outputs = {key for node in fx_nodes.outputs(gm.graph) for key in fx_values.memory(node)}
     return frozenset(found - outputs)
