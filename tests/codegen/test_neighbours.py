@@ -97,17 +97,17 @@ def test_what_is_written_between_is_read_as_it_was() -> None:
     assert torch.equal(gm(x.clone(), w), fn(x.clone(), w))
 
 
-UNARY = [
+UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.sin,
     torch.exp,
     torch.neg,
     lambda x: x.sum(0, keepdim=True).expand(4, 4),
-    lambda x: x.view(16).view(4, 4),
+    lambda x: x.reshape(2, 8).reshape(4, 4),
 ]
-BINARY = [torch.add, torch.mul, torch.mm]
+BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [torch.add, torch.mul, torch.mm]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 99), st.integers(0, 99)), min_size=2, max_size=24))
 def test_random_graphs_compute_the_same_bits(steps: list[tuple[int, int, int]]) -> None:
     def fn(*given: Tensor) -> list[Tensor]:
@@ -115,18 +115,11 @@ def test_random_graphs_compute_the_same_bits(steps: list[tuple[int, int, int]]) 
         for what, left, right in steps:
             a, b = values[left % len(values)], values[right % len(values)]
             made = UNARY[what](a) if what < len(UNARY) else BINARY[what - len(UNARY)](a, b)
-            values.append(torch.tanh(made) if what == 1 else made)
+            values.append(torch.tanh(made))
         return values[-3:]
 
     inputs = [rows(4, 4, seed=n) for n in range(2)]
     gm = traced(fn, *inputs)
     wanted = gm(*inputs)
     gathered(gm)
-    for got, one in zip(gm(*inputs), wanted, strict=True):
-        assert (
-            torch.equal(
-                got.view(torch.int32) if got.is_contiguous() else got,
-                one.view(torch.int32) if one.is_contiguous() else one,
-            )
-            or got.isnan().any()
-        )
+    assert all(helpers.same_bits(got, one) for got, one in zip(gm(*inputs), wanted, strict=True))

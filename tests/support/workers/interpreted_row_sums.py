@@ -74,7 +74,7 @@ def test_pack(batch: int, heads: int, length: int, dim: int, dtype: torch.dtype,
         three = [x.transpose(1, 2) for x in three]
     wanted = torch.stack(three).permute(1, 3, 0, 2, 4).contiguous()
     out, total = made(*wanted.shape, like=wanted), made(3 * heads * dim, like=wanted)
-    row_sums.pack_sum(*three, out, total)
+    row_sums.pack_sum(three[0], three[1], three[2], out, total)
     assert torch.equal(out, wanted)
     assert is_sum(total, out)
 
