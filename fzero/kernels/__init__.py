@@ -9,6 +9,7 @@
 | `cast`     | cast and scale                                               | 6 to or from 16 bits |
 | `codec_kernels` | block codecs: int8 and fp8, int4, signs; and back; a sum of messages | 5.06, 4.56, 4.19 |
 | `block_sparse` | attention over blocks of pairs, and its backward               | |
+| `row_sums` | gradients whose rows are added up in the pass that makes them    | |
 | `philox`   | random numbers                                               | 4 |
 
 `fzero.ir.op_info.kernel_for` returns the kernel that can replace an operator.
