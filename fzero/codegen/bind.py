@@ -173,8 +173,8 @@ def calls_of(
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
     elif _several(node):
         compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
-        used = {u.args[1] for u in node.users}
-        kept = [(i, tensor) for i, tensor in into.items() if i in used]
+        copied = out_forms.copied(node)
+        kept = [(i, tensor) for i, tensor in into.items() if i in copied]
         yield partial(holding, compute, kept, held) if held else partial(out_forms.copy_results, compute, kept)
     else:
         yield partial(out_forms.copy_result, partial(_kernel(node.target, args, kwargs), *args, **kwargs), into[0])

@@ -213,6 +213,6 @@ def _with_copies(node: fx.Node, work: CallWork, handed: Collection[fx_values.Val
         return work
     results = [(index, value) for index, value in fx_values.results(node) if (node, index) not in handed]
     if isinstance(node.meta.get("val"), (tuple, list)):
-        used = {user.args[1] for user in node.users}
-        results = [(index, value) for index, value in results if index in used]
+        copied = out_forms.copied(node)
+        results = [(index, value) for index, value in results if index in copied]
     return with_copies(work, len(results), sum(value.numel() * value.element_size() for _, value in results))
