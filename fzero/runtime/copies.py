@@ -1,8 +1,9 @@
 """copies: the 16-bit copies of parameters that programs keep between steps (`fzero.passes.keep_copies`).
 
 A program that keeps one reads it at the start of a step as the cast of its master, and leaves it so. All else that
-writes a master leaves the copy stale: a program of another phase, a loader, a user who writes into `leaf.local`. Then
-the copy is cast anew before it is read. So no checkpoint holds one.
+writes a master leaves the copy stale: a program of another phase, or a user who writes into `leaf.local`. Then the copy
+is cast anew before it is read. So no checkpoint holds one. A write that torch does not count, as one through `.data` or
+numpy, is not seen.
 """
 
 from __future__ import annotations
@@ -32,22 +33,21 @@ class Copies:
     fresh: dict[Key, int] = field(default_factory=dict)
 
     def of(self, program: Program) -> dict[str, torch.Tensor]:
-        """A program's copies by name: the memory alone, for `refresh` to fill."""
+        """A program's copies by name, those that are new cast from their masters."""
         found = {}
         for copy, master in program.copies.items():
             buffer = program.buffers[copy]
             if (key := (master, buffer.dtype)) not in self.tensors:
                 self.tensors[key] = self.block(buffer.nbytes).view(buffer.dtype).view(buffer.shape)
+                self._cast(key)
             found[copy] = self.tensors[key]
         return found
 
     def refresh(self, program: Program) -> None:
         """Casts the masters anew whose copies the program reads and which are not what they were."""
         for key in _keys(program):
-            master = self.masters[key[0]]
-            if self.fresh.get(key) != master._version:
-                self.tensors[key].copy_(master)
-                self.fresh[key] = master._version
+            if self.fresh.get(key) != self.masters[key[0]]._version:
+                self._cast(key)
 
     def wrote(self, program: Program) -> None:
         """Notes that a program has run: what it keeps is fresh; other copies of what it has written are stale."""
@@ -58,6 +58,12 @@ class Copies:
             for key in others:
                 if key[0] in written:
                     del self.fresh[key]
+
+    def _cast(self, key: Key) -> None:
+        master = self.masters[key[0]]
+        with torch.no_grad():
+            self.tensors[key].copy_(master)
+        self.fresh[key] = master._version
 
 
 def _keys(program: Program) -> set[Key]:
