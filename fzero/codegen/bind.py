@@ -44,8 +44,7 @@ def bind(
 
     A rank's own part of a flat range may be shorter than the segment was planned for, and empty. Where fzero has a
     kernel for an op on these operands (`fzero.kernels`, `fzero.codegen.matmul`), it runs instead of torch's. Raises
-    VerifyError for a value that does not fit into the workspace, and for a view that reaches outside its owner.
-    """
+    VerifyError for a value that does not fit into the workspace, and for a view that reaches outside its owner."""
     plan = layout(gm, apart)
     env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), inputs, strict=True))
     shapes = _shapes(gm, inputs)
