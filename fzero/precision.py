@@ -1,8 +1,9 @@
 """precision: the dtypes that are held, computed in, and sent; and the loss scale of fp16.
 
 A policy is data. `value_and_grad` reads it where it makes a region. Parameters are cast inside the region, so the
-gather moves the narrow copy (`passes/cast_before_gather`) and the gradient arrives at the held leaf. Nothing persistent
-is added beyond a line of this table:
+gather moves the narrow copy (`passes/cast_before_gather`) and the gradient arrives at the held leaf. The copy stays
+between steps where the optimizer's kernel writes it (`passes/keep_copies`). Nothing else is held beyond a line of this
+table:
 
 | precision       | held            | gathered, computed | gradients reduced | summed over microbatches | moments |
 |-----------------|-----------------|--------------------|-------------------|--------------------------|---------|

@@ -23,8 +23,8 @@ from fzero.codegen import inplace, matmul, out_forms, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.handed import Handed, holding, taking
 from fzero.codegen.out_forms import Call
-from fzero.codegen.segment_memory import layout, tensor_at
-from fzero.codegen.widened import is_widened
+from fzero.codegen.segment_memory import SegmentMemory, layout, tensor_at
+from fzero.codegen.widened import is_widened, narrowed
 from fzero.ir import as_strided, fx_nodes, fx_values, op_info
 
 aten = torch.ops.aten
@@ -49,20 +49,9 @@ def bind(
     env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), inputs, strict=True))
     shapes = _shapes(gm, inputs)
     calls: list[Call] = []
-
-    def memory_of(key: fx_values.Value, value: torch.Tensor) -> Any:
-        home = plan.homes.get(key, key)
-        if key in plan.handed:
-            return Handed(value)
-        if isinstance(home, fx.Node):
-            return inplace.at_home(value, env[home])
-        if home in plan.outputs:
-            out = outs[plan.outputs.index(home)]
-            return out if home is key else inplace.at_home(value, out)
-        return tensor_at(workspace, plan.offsets[home], value)
-
+    memory_of = partial(_memory, plan, env, outs, workspace)
     for node in gm.graph.nodes:
-        if not fx_nodes.is_compute(node) or node in plan.tiled:
+        if not fx_nodes.is_compute(node) or node in plan.tiled or node in env:  # a cast that a kernel has written
             continue
         if node in plan.chains:
             chain = plan.chains[node]
@@ -83,7 +72,11 @@ def bind(
             calls.append(_stretch(node.target, args, into.values()))
             env[node] = list(into.values())
         elif written := fx_nodes.mutated(node):
-            if not _is_there(node, args):
+            cast = narrowed(node, plan.homes)
+            if cast is not None and (kernel := op_info.kernel_for(node.target, *args)) is not None:
+                env[cast] = memory_of((cast, 0), fx_values.results(cast, shapes.get(cast))[0][1])
+                calls.append(partial(kernel, *args, **kwargs, copy=env[cast]))
+            elif not _is_there(node, args):
                 calls += calls_of(node, args, kwargs, {})
             env[node] = env[written[0]]
         else:
@@ -95,6 +88,26 @@ def bind(
 def _stretch(fused: Fused, args: Sequence[Any], outs: Iterable[torch.Tensor]) -> Call:
     run = partial(taking, fused.run) if any(isinstance(arg, Handed) for arg in args) else fused.run
     return partial(run, *args, *outs)
+
+
+def _memory(
+    plan: SegmentMemory,
+    env: Mapping[fx.Node, Any],
+    outs: Sequence[torch.Tensor],
+    workspace: torch.Tensor,
+    key: fx_values.Value,
+    value: torch.Tensor,
+) -> Any:
+    """The memory of a value, in the value's form; what holds it, where it is handed on."""
+    home = plan.homes.get(key, key)
+    if key in plan.handed:
+        return Handed(value)
+    if isinstance(home, fx.Node):
+        return inplace.at_home(value, env[home])
+    if home in plan.outputs:
+        out = outs[plan.outputs.index(home)]
+        return out if home is key else inplace.at_home(value, out)
+    return tensor_at(workspace, plan.offsets[home], value)
 
 
 def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
@@ -152,8 +165,8 @@ def calls_of(node: fx.Node, args: Any, kwargs: Any, into: Mapping[int, Any]) -> 
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
     elif _several(node):
         compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
-        used = {u.args[1] for u in node.users}
-        kept = [(i, tensor) for i, tensor in into.items() if i in used]
+        copied = out_forms.copied(node)
+        kept = [(i, tensor) for i, tensor in into.items() if i in copied]
         held = any(isinstance(one, Handed) for _, one in kept)
         yield partial(holding if held else out_forms.copy_results, compute, kept)
     else:

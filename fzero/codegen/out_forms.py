@@ -96,6 +96,23 @@ def copy_result(compute: Call, into: torch.Tensor) -> None:
     into.copy_(compute())
 
 
+def copied(node: fx.Node) -> set[int]:
+    """Of an op with several results, those that are copied to their places where no form writes them there: what is
+    read. The state of the generator is not, of an attention without dropout."""
+    used = {int(user.args[1]) for user in node.users}  # type: ignore[arg-type]
+    return used - set(of(node.target).seeds) if _dropout(node) == 0 else used
+
+
+def _dropout(node: fx.Node) -> Any:
+    """The argument `dropout_p` of a call; None for an op that has none."""
+    schema = fx_nodes.schema(node)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            given = node.args[place] if place < len(node.args) else argument.default_value
+            return node.kwargs.get(argument.name, given)
+    return None
+
+
 def copy_results(compute: Call, into: Sequence[tuple[int, torch.Tensor]]) -> None:
     """Computes several results and copies those numbered in `into`."""
     results = compute()

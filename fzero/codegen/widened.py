@@ -1,10 +1,16 @@
-"""widened: casts that are not made, since the kernel which reads them casts its operand itself (`OpInfo.widens`).
+"""widened: casts that are not made, since a kernel makes them: the one that reads the cast casts its operand itself
+(`OpInfo.widens`), or the one that makes the value writes its cast as well (`OpInfo.narrows`).
 
-On a device with fzero's kernels AdamW reads a gradient in 16 bits as it is. On the processor such a cast is the head of
-a chain of tiles (`tiling`).
+On a device with fzero's kernels AdamW reads a gradient in 16 bits as it is, and writes a 16-bit copy of the parameter.
+On the processor the first cast is the head of a chain of tiles (`tiling`), and the second is made.
+
+    adamw_(p, c, m, v);  b = bf16(p);  copy_(into, b)      becomes one kernel, which writes p, m, v and into
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,10 +18,32 @@ from torch import fx
 from fzero import backend
 from fzero.ir.op_info import of
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def is_widened(node: fx.Node) -> bool:
     """Whether a node is a cast of an input to a wider dtype which its users make themselves."""
     return is_for_its_users(node) and backend.of(node.meta["val"].device).has_kernels
+
+
+def narrowed(node: fx.Node, homes: Mapping[Any, Any]) -> fx.Node | None:
+    """The cast to 16 bits of what a node writes in place, if the node's kernel writes that too; None without one.
+
+    homes: as of `segment_memory`. The cast lies in a destination, which is there when the node runs.
+    """
+    in_place = of(node.target).in_place
+    if in_place is None:
+        return None
+    pure, places = in_place
+    for written in (node.args[places[result]] for result in of(pure).narrows):
+        assert isinstance(written, fx.Node)
+        if not backend.of(written.meta["val"].device).has_kernels:
+            continue
+        for user in written.users:
+            plain = user.target is torch.ops.aten._to_copy.default and set(user.kwargs) == {"dtype"}
+            if plain and user.kwargs["dtype"] in HALVES and node < user and isinstance(homes.get((user, 0)), fx.Node):
+                return user
+    return None
 
 
 def is_for_its_users(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from fzero._torch_compat import inductor_count
 from fzero.codegen import inplace, out_forms, own_kernels, segment_memory
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
-from fzero.codegen.widened import is_widened
+from fzero.codegen.widened import is_widened, narrowed
 from fzero.cost.memory import account
 from fzero.cost.node_work import CallWork, seconds, with_copies, work_of
 from fzero.cost.rates import Rates
@@ -163,14 +163,18 @@ def _of_segment(
 ) -> Iterator[CallWork]:
     """What each call of a segment does, in order."""
     plan = segment_memory.layout(gm, apart)
+    casts = {node: cast for node in gm.graph.nodes if (cast := narrowed(node, plan.homes)) is not None}
+    done = set(casts.values())
     for node in gm.graph.nodes:
-        if not fx_nodes.is_compute(node) or node.target is operator.getitem or fx_nodes.is_view(node):
+        if node in done or not fx_nodes.is_compute(node) or node.target is operator.getitem or fx_nodes.is_view(node):
             continue
         if isinstance(node.target, Fused):
             yield _of_cluster(node, counted)
         elif not _lies_there(node, plan) and not is_widened(node):
             work = _with_copies(node, work_of(node), plan.handed)
-            yield replace(work, read=work.read - sum(_not_read(n) for n in node.all_input_nodes))
+            read = work.read - sum(_not_read(n) for n in node.all_input_nodes)
+            written = work.written + (casts[node].meta["val"].nbytes if node in casts else 0)
+            yield replace(work, read=read, written=written)
 
 
 def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> CallWork:
@@ -209,6 +213,6 @@ def _with_copies(node: fx.Node, work: CallWork, handed: Collection[fx_values.Val
         return work
     results = [(index, value) for index, value in fx_values.results(node) if (node, index) not in handed]
     if isinstance(node.meta.get("val"), (tuple, list)):
-        used = {user.args[1] for user in node.users}
-        results = [(index, value) for index, value in results if index in used]
+        copied = out_forms.copied(node)
+        results = [(index, value) for index, value in results if index in copied]
     return with_copies(work, len(results), sum(value.numel() * value.element_size() for _, value in results))

@@ -20,6 +20,7 @@ from fzero.ir.records import DEVICE, DISK, GIVEN, PERSISTENT, SPACES, Buffer
 
 SHOWN = {
     "param": "params",
+    "copy": "16-bit copies",
     "grad": "gradients",
     "optimizer": "optimizer",
     "activation": "activations",
@@ -28,6 +29,7 @@ SHOWN = {
     "batch": "batch",
     "staging": "staging",
 }
+IF_ANY = ("16-bit copies", "staging")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def account(program: Program) -> MemoryAccount:
     found = {space: _Space(program, space) for space in SPACES}
     device = found[DEVICE]
     shown = {buffer.kind: SHOWN.get(buffer.kind, "other") for buffer in program.buffers.values()}
-    names = [kind for kind in SHOWN.values() if kind != "staging" or "staging" in shown]
+    names = [kind for kind in SHOWN.values() if kind not in IF_ANY or kind in shown.values()]
     kinds = dict.fromkeys([*names, "other"], 0)
     for name in live_names(program.ops, program.buffers, device.op):
         buffer = program.buffers[name]

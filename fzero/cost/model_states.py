@@ -2,9 +2,10 @@
 
 ZeRO (Rajbhandari et al., 2020, figure 1) counts for mixed-precision Adam 2 bytes of 16-bit parameters, 2 of gradients
 and 12 of optimizer state (fp32 master and two moments) per parameter, each whole or a 1/N part by stage, and nothing
-else. fzero keeps no 16-bit copy between steps: the master is the parameter, and the copies that it computes with are
-gathered from it. Its own figure is therefore read off the program, at the op where it is largest. It has by name every
-buffer of parameters, gradients or moments, copies and buffers in flight included.
+else. In fzero the master is the parameter. Its 16-bit copy stays between steps where AdamW's kernel writes it, sharded
+as the master (`fzero.passes.keep_copies`); else it is cast at the start of a step. So the own figure is read off the
+program, at the op where it is largest. It has by name every buffer of parameters, gradients or moments, copies and
+buffers in flight included.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fzero.ir.program import Program
 
 KINDS = {
     "param": "fp32 parameters",
+    "copy": "16-bit copies",
     "optimizer": "moments",
     "gathered": "gathered parameters",
     "grad": "gradients",
@@ -56,8 +58,8 @@ class ModelStates:
 
     @property
     def between_steps_bytes(self) -> int:
-        """The bytes that stay from step to step: parameters and moments."""
-        return sum(h.nbytes for h in self.own if h.kind in (KINDS["param"], KINDS["optimizer"]))
+        """The bytes that stay from step to step: parameters, their copies and moments."""
+        return sum(h.nbytes for h in self.own if h.kind in (KINDS["param"], KINDS["copy"], KINDS["optimizer"]))
 
 
 def model_states(program: Program) -> ModelStates:

@@ -26,7 +26,7 @@ COLOURS = {
     "other": "#9aa3b2", "gather": "#e0a23c", "reduce": "#a86ac0", "message": "#c9a56b", "move": "#7f8c5a",
     "wait": "#d9534f", "params": "#31688e", "optimizer": "#6a9bb8", "batch": "#b7cfdc", "gather buffers": "#e0a23c",
     "receive buffers": "#f0cf8e", "gradients": "#a86ac0", "activations": "#5aa77c", "staging": "#7f8c5a",
-    "workspace": "#b9dcc6",
+    "workspace": "#b9dcc6", "16-bit copies": "#5b8fb0",
 }  # fmt: skip
 
 

@@ -60,7 +60,9 @@ class OpInfo:
     fusion: "loop" over elements, which a compiler may fuse; "move": so it is, but it does not count as work; "not on
         cpu": there torch's kernel is faster. aten's pointwise ops are loops.
     widens: the operands that its kernel casts itself, by place: they may come in a narrower floating dtype.
+    narrows: the results that its kernel writes in 16 bits as well, into its argument `copy`, by place.
     kernel: the `fzero.kernels.Kernel` that replaces it on CUDA. reads_back: that one waits for values from the device.
+    seeds: the results that only a dropout reads, by place: of a call with `dropout_p=0` they hold nothing.
     workspace: bytes that its CPU kernel holds beyond operands and results.
 
     What it costs: flops: floating-point operations of a call. Without, its time is that of the bytes it moves. attends:
@@ -95,8 +97,10 @@ class OpInfo:
     tile_head: Callable[[fx.Node], tuple[int, Mapping[int, int]] | None] | None = None
     fusion: Literal["", "loop", "move", "not on cpu"] = ""
     widens: tuple[int, ...] = ()
+    narrows: tuple[int, ...] = ()
     kernel: Any = None
     reads_back: bool = False
+    seeds: tuple[int, ...] = ()
     workspace: Formula | None = None
     flops: Formula | None = None
     attends: bool = False
@@ -130,6 +134,8 @@ def rows(names: str, row: OpInfo, of: str = "aten") -> dict[str, OpInfo]:
 
 
 ROWS: dict[str, OpInfo] = {
+    # attention
+    "aten._scaled_dot_product_cudnn_attention": OpInfo(seeds=(6, 7)),
     # elementwise
     **rows("abs add div mul neg sqrt sub where threshold_backward", OpInfo(overwrites="elements", exact=True)),
     **rows(

@@ -140,6 +140,14 @@ class Program:
         text = "\n".join(line.split("  # ")[0] for line in to_text(self, live=()).split("\n"))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
+    @cached_property
+    def copies(self) -> Mapping[str, str]:
+        """By each copy that stays between steps, its master: the column of parameters whose cast it is, before the step
+        and after it. A copy without one is left out."""
+        masters = {(b.bucket, b.entry): b.name for b in self.buffers.values() if b.kind == "param"}
+        held = (b for b in self.buffers.values() if b.kind == "copy")
+        return {b.name: masters[b.bucket, b.entry] for b in held if (b.bucket, b.entry) in masters}
+
     def local_range(self, ref: Ref, rank: int) -> tuple[int, int]:
         """The elements of `ref`'s own buffer that it names on `rank`, in that buffer's coordinates."""
         buffer = self.buffers[ref.name]

@@ -50,7 +50,7 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 GIVEN = ("batch", "constant", "rank")  # inputs of a step that it never changes; "rank": this rank's place on an axis
-PERSISTENT = ("param", "optimizer", "state", *GIVEN)  # live before and after the step
+PERSISTENT = ("param", "copy", "optimizer", "state", *GIVEN)  # live before and after the step
 VARYING = ("batch", "rank")  # they differ from rank to rank
 KINDS = (*PERSISTENT, "gathered", "grad", "scratch", "activation", "metric", "staging")
 
@@ -148,7 +148,8 @@ class Bucket:
 class Buffer:
     """Memory by name.
 
-    shape: this rank's. kind: one of `KINDS`. bucket: the bucket whose geometry it has, if any.
+    shape: this rank's. kind: one of `KINDS`; a "copy" is the cast of its master (`Program.copies`). bucket: the bucket
+    whose geometry it has, if any.
     sharded: the axis along which it is the own slice of the bucket; None for all of it.
     at: its place in the step's arena, in bytes; None: memory of its own, from the allocator.
     per: elements of the bucket for each of its own. parts: how many such stretches it is, those of as many ranks, in

@@ -85,8 +85,8 @@ def adamw_(
 
     All four share shape, dtype (floating) and device; any shape, empty included. A narrower `grad` is cast. `count` is
     this step's number, from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the
-    L2 term. Strides may be any; if the four differ, the step goes through contiguous copies. `rate` and `root`
-    are the step's `bias_corrections`, which fzero's kernel reads; without them it makes them.
+    L2 term. Strides may be any; if the four differ, the step goes through contiguous copies. `rate` and `root` are
+    the step's `bias_corrections`, which fzero's kernel reads; without them it makes them.
 
     Raises `ValueError` for shapes that differ and `TypeError` for dtypes that differ.
 
@@ -100,11 +100,7 @@ def adamw_(
     if param.numel() == 0:
         return
     numbers = (beta1, beta2, eps, weight_decay, decoupled)
-    kernel = (
-        op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
-        if backend.of(param.device).has_kernels
-        else None
-    )
+    kernel = op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
     if kernel is not None:
         kernel(param, grad, mu, nu, count, lr, *numbers, rate, root)
         return
@@ -213,7 +209,7 @@ def _chunk_bytes(node: fx.Node) -> int:
 
 
 op_info.add(torch.ops.fzero.sum_squares.default, OpInfo(workspace=_chunk_bytes))
-op_info.add(torch.ops.fzero.adamw.default, OpInfo(widens=(1,)))
+op_info.add(torch.ops.fzero.adamw.default, OpInfo(widens=(1,), narrows=(0,)))
 op_info.add(torch.ops.fzero.adamw_.default, OpInfo(in_place=(torch.ops.fzero.adamw.default, (0, 2, 3)), widens=(1,)))
 
 # The shape rules.

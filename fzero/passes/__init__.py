@@ -17,6 +17,7 @@ from fzero.passes.accumulate import accumulate
 from fzero.passes.assign_memory import assign_memory
 from fzero.passes.cast_before_gather import cast_before_gather
 from fzero.passes.free import free
+from fzero.passes.keep_copies import keep_copies
 from fzero.passes.narrow import narrow
 from fzero.passes.narrow_gradients import narrow_gradients
 from fzero.passes.offload.offload_activations import offload_activations
@@ -68,6 +69,7 @@ BEFORE_ROLES: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
+    ("keep_copies", lambda p, o: keep_copies(p), "what casts are made is known; before their ops are moved to uses"),
     (
         "narrow_gradients",
         lambda p, o: narrow_gradients(p),

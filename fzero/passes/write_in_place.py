@@ -152,10 +152,12 @@ def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None
         dests = []
         for index, place in enumerate(places):
             pick = picks.get(index)
-            users = list(pick.users) if pick is not None else []
-            alone = len(users) == 1 and users[0].target is COPY and len(fx_nodes.operand(node, place).users) == 1
-            fits = alone and same.get(fx_nodes.operand(users[0])) is node.args[place]
-            dests.append(fx_nodes.operand(users[0]) if fits else None)
+            copies = [user for user in pick.users if user.target is COPY] if pick is not None else []
+            others = [user for user in pick.users if user not in copies] if pick is not None else []
+            alone = len(copies) == 1 and len(fx_nodes.operand(node, place).users) == 1
+            alone = alone and all(fx_nodes.is_compute(user) and not fx_nodes.is_view(user) for user in others)
+            fits = alone and same.get(fx_nodes.operand(copies[0])) is node.args[place]
+            dests.append(fx_nodes.operand(copies[0]) if fits else None)
         if any(d is None for d in dests):
             continue
         args = list(node.args)
@@ -163,8 +165,10 @@ def _fuse_in_place(graph: fx.Graph, same: dict[fx.Node, fx.Node | None]) -> None
             args[place] = dest
         with graph.inserting_before(node):
             graph.call_function(target, tuple(args), dict(node.kwargs)).meta["val"] = None
-        for index in range(len(places)):
-            for copy in list(picks[index].users):
-                graph.erase_node(copy)
+        for index, dest in enumerate(dests):
+            for user in list(picks[index].users):
+                if user.target is COPY:
+                    graph.erase_node(user)
+            picks[index].replace_all_uses_with(dest)  # what reads the new value, as a cast of it, comes behind
             graph.erase_node(picks[index])
         graph.erase_node(node)

@@ -31,7 +31,7 @@ from fzero.ir.op import Op
 from fzero.ir.program import Program, op_text
 from fzero.ir.records import DEVICE, DISK, GIVEN, HOST, PERSISTENT, Ref
 from fzero.runtime import cuda_graphs
-from fzero.runtime.handlers import formed, moves_whole, padding, part
+from fzero.runtime.handlers import cast_copies, formed, moves_whole, padding, part
 from fzero.runtime.lanes import Lanes
 from fzero.runtime.stream_lanes import lanes_for
 
@@ -71,7 +71,7 @@ class Executor:
             host_arena = torch.empty(program.arenas[HOST], dtype=torch.uint8)
         self.arenas = {DEVICE: arena, HOST: host_arena}
         self.moving: set[str] = set()  # while ops are bound: the targets of the moves before
-        self.memory = dict(memory)
+        self.memory = {**cast_copies(program, memory), **memory}
         self.forms = forms(program)
         self.loose = {n for n, b in program.buffers.items() if b.at is None and b.kind not in PERSISTENT}
         for name, buffer in program.buffers.items():

@@ -50,7 +50,7 @@ class Rank:
         """Takes `memory` (inputs by buffer name) as it is; makes the arena and the rank's number."""
         self.program, self.rank, self.comm, self.device, self.poison = program, rank, comm, device, poison
         self.on_disk = on_disk(program, memory)
-        self.memory = {**memory, **self.on_disk}
+        self.memory = {**cast_copies(program, memory), **memory, **self.on_disk}
         for buffer in program.buffers.values():
             if buffer.kind == "rank":
                 place = program.mesh.coordinate(rank, str(buffer.axis))
@@ -89,6 +89,12 @@ class Rank:
         for start, stop in padding(self.program, self.rank, buffer):
             tensor[start:stop].zero_()
         return tensor
+
+
+def cast_copies(program: Program, memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The copies that a program finds at its start and that are not given: cast from their masters."""
+    absent = {copy: master for copy, master in program.copies.items() if copy not in memory and master in memory}
+    return {copy: memory[master].to(program.buffers[copy].dtype) for copy, master in absent.items()}
 
 
 def formed(tensor: torch.Tensor, form: torch.Tensor | None) -> torch.Tensor:

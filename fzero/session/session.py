@@ -31,6 +31,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.runtime import compile_segments
+from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
 from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
@@ -78,14 +79,10 @@ class Session:
     evaluations: dict[Any, Lowered] = field(default_factory=dict)
     bound: dict[int, Executor] = field(default_factory=dict)
     compiled_segments: dict[str, Any] = field(default_factory=dict)
-    arena: torch.Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
-    )  # holds the programs' buffers
+    arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # the programs' buffers
     flags: Callable[[], int] = lambda: 0  # bits that this rank sends to the others with every step
     any_rank_flags: int = 0  # the bits that any rank sent with the last step
-    host_arena: torch.Tensor = field(
-        default_factory=lambda: torch.empty(0, dtype=torch.uint8)
-    )  # what moves pass through
+    host_arena: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))  # of moves
     lanes: Lanes = field(default_factory=Lanes)
     exhausted: torch.Tensor | None = None  # 0-d bool: whether the loss scale reached its end since the last look
     inputs: dict[Any, frozenset[str]] = field(default_factory=dict)
@@ -96,6 +93,10 @@ class Session:
     def costs(self) -> Costs:
         """The measured costs of matrix products, the same on every rank."""
         return Costs("products", rank=self.rank, store=default_store() if self.world_size > 1 else None)
+
+    @cached_property
+    def copies(self) -> Copies:  # of parameters, between steps
+        return Copies(self.memory.in_memory, self.transport.block)
 
     @property
     def like(self) -> Any:
@@ -220,8 +221,9 @@ class Session:
         if self.memory.file is not None:
             self.memory.file.grow(max(one.arenas[DISK] for one in known))
         if id(lowered) not in self.bound:
-            constants = [name for name, b in program.buffers.items() if b.kind == "constant"]
-            memory = {**self.memory.in_memory, **dict(zip(constants, lowered.graph.constants.values(), strict=True))}
+            names = (name for name, b in program.buffers.items() if b.kind == "constant")
+            constants = dict(zip(names, lowered.graph.constants.values(), strict=True))
+            memory = {**self.memory.in_memory, **self.copies.of(program), **constants}
             compiled = self.compiled_segments.get(lowered.program_digest, {})
             self.bound[id(lowered)] = Executor(
                 program, self.rank, self.transport.comm, memory, self.arena, compiled, cuda_graph=self.spec.cuda_graph,
@@ -338,7 +340,9 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     state.life.steps = True
     try:
         with session_of(state).presence.running(lambda: bound.position, bound.where):
+            session_of(state).copies.refresh(bound.program)
             metrics = bound.run(tensors, watch)
+        session_of(state).copies.wrote(bound.program)
     except BaseException as error:
         if bound.wrote_state:
             state.life.ended = (

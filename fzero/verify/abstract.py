@@ -43,9 +43,9 @@ class Abstract(AbstractMemory):
                 if buffer.kind == "rank":
                     over = frozenset(a for a in parts_of(buffer.axis) if program.mesh.size(a) > 1)
                     what = f"rank:{buffer.axis}"
-                self.memory[name] = Content(
-                    {key: term("input", what, slot).over(over) for slot, key in self._keys(buffer)}
-                )
+                keys = self._keys(buffer)
+                terms = {key: term("input", program.copies.get(name, what), slot).over(over) for slot, key in keys}
+                self.memory[name] = Content(terms if name not in program.copies else self.casts(name, terms))
 
     def run(self) -> str:
         """The meaning of the state that the program leaves behind."""
@@ -62,12 +62,13 @@ class Abstract(AbstractMemory):
         missing."""
         state: dict[tuple[str, int | None], Any] = {}
         for name, buffer in self.program.buffers.items():
-            if buffer.kind in PERSISTENT and buffer.kind not in GIVEN:
+            if buffer.kind in PERSISTENT and buffer.kind not in GIVEN and name not in self.program.copies:
                 content = self._content(name)
                 for slot, key in self._keys(buffer):
                     if key in content.own_slices:
                         raise Undefined(f"{name} keeps only one rank's slice of {key}: it was not gathered")
                     state[(name, slot)] = self._term(content, key, Ref(name))
+        self.check_copies()
         metrics = {name: self.program.buffers[buffer] for name, buffer in self.program.metrics.items()}
         return state, {name: metric(self.read(Ref(b.name)), b.dtype, b.shape) for name, b in metrics.items()}
 

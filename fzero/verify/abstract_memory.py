@@ -9,12 +9,15 @@ later read must have the range of a write. A leaf of which tiles are written one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from fzero.ir.program import Program
 from fzero.ir.records import Bucket, Buffer, Ref
 from fzero.verify.contents import Content, Tiles, tile_of, with_tile
-from fzero.verify.terms import PartialTerm, Undefined, Vec, part
+from fzero.verify.terms import PartialTerm, Undefined, Vec, apply, part
 
 
 class AbstractMemory:
@@ -101,6 +104,18 @@ class AbstractMemory:
                     raise Undefined(f"{ref} is a tile of all that the rank has, beside tiles of the own slice")
                 slot_term = with_tile(held, ref.tile, slot_term, self.program.num_tiles(ref, ref.tile[1]))
             content.put(key, slot_term, own_slice=own)
+
+    def casts(self, copy: str, terms: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What a copy holds beside a master that holds these terms."""
+        options = {"dtype": self.program.buffers[copy].dtype}
+        return {key: apply(torch.ops.aten._to_copy.default, (value,), options) for key, value in terms.items()}
+
+    def check_copies(self) -> None:
+        """Raises `Undefined` where a copy is not the cast of its master at the end: the next step would read it."""
+        for copy, master in self.program.copies.items():
+            held, wanted = self._content(copy), self.casts(copy, self._content(master).terms)
+            if held.terms != wanted or held.own_slices != self._content(master).own_slices:
+                raise Undefined(f"{copy} is stale at the end: it is not the cast of what {master} holds then")
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)

@@ -20,7 +20,7 @@ from fzero.ir.mesh import PIPELINE, within
 from fzero.ir.op import Op
 from fzero.ir.op_info import of
 from fzero.ir.program import Level, Program
-from fzero.ir.records import ALIGN, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Ref, tile_text
+from fzero.ir.records import ALIGN, DEVICE, DTYPE_NAMES, KINDS, PERSISTENT, SPACES, Buffer, Ref, tile_text
 from fzero.ir.rewrite import Spans
 from fzero.shard.moves import VIEWS
 from fzero.verify.lifetimes import Fault
@@ -46,6 +46,22 @@ def form(program: Program) -> Iterator[Fault]:
             yield -1, f"trainable {slot_key} is no slot of a bucket"
     for i, op in enumerate(program.ops):
         yield from ((i, what) for what in _op(program, op))
+
+
+def _copy(program: Program, buffer: Buffer) -> Iterator[str]:
+    """A copy has one master, of its form, and lies on the device."""
+    like = [
+        b
+        for b in program.buffers.values()
+        if b.kind == "param" and (b.bucket, b.entry) == (buffer.bucket, buffer.entry)
+    ]
+    if len(like) != 1 or buffer.bucket is None:
+        yield f"is a copy, and {len(like)} columns of parameters could be its master"
+        return
+    forms = [(b.shape, b.sharded, b.per, b.parts, b.tile, b.space) for b in (buffer, like[0])]
+    narrower = buffer.dtype.is_floating_point and buffer.dtype.itemsize < like[0].dtype.itemsize
+    if forms[0] != forms[1] or buffer.space != DEVICE or buffer.per != 1 or not narrower:
+        yield f"is a copy of {like[0].name}: needed its form on the device, in a smaller floating dtype"
 
 
 def _mesh(program: Program) -> Iterator[str]:
@@ -77,6 +93,8 @@ def _buffer(program: Program, buffer: Buffer) -> Iterator[str]:
         yield f"is tile {tile_text(buffer.tile)}: of a buffer of a bucket, whole blocks of {ALIGN} elements"
     if buffer.kind == "rank" and buffer.axis not in program.mesh:
         yield f"is this rank's place along {buffer.axis}: the mesh has {list(program.mesh.names)}"
+    if buffer.kind == "copy":
+        yield from _copy(program, buffer)
     if buffer.nbytes >= MOST or abs(buffer.at or 0) >= MOST:
         yield f"has {buffer.nbytes:,} bytes at {buffer.at}: more than memory has"
 

@@ -23,17 +23,19 @@ from lab.mutate.corpus import (
     draw,
     draw_coded,
     draw_hierarchy,
+    draw_kept,
     draw_offloaded,
     draw_parallel,
     draw_pipeline,
     draw_windowed,
 )
-from lab.mutate.kinds import AXES, CODED, HIERARCHY, KINDS, MOVES, ROLES, WINDOWS
+from lab.mutate.kinds import AXES, CODED, HIERARCHY, KEPT, KINDS, MOVES, ROLES, WINDOWS
 from lab.mutate.oracle import Outcome, difference, executed, outcome
 
 __all__ = [
-    "AXES", "CODED", "HIERARCHY", "KINDS", "MOVES", "ROLES", "WINDOWS", "Bench", "Case", "Mutant", "Report",
-    "draw", "draw_coded", "draw_hierarchy", "draw_offloaded", "draw_parallel", "draw_pipeline", "draw_windowed", "run",
+    "AXES", "CODED", "HIERARCHY", "KEPT", "KINDS", "MOVES", "ROLES", "WINDOWS", "Bench", "Case", "Mutant", "Report",
+    "draw", "draw_coded", "draw_hierarchy", "draw_kept", "draw_offloaded", "draw_parallel", "draw_pipeline",
+    "draw_windowed", "run",
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from lab.mutate import (
     AXES,
     CODED,
     HIERARCHY,
+    KEPT,
     KINDS,
     MOVES,
     ROLES,
@@ -20,6 +21,7 @@ from lab.mutate import (
     draw,
     draw_coded,
     draw_hierarchy,
+    draw_kept,
     draw_offloaded,
     draw_parallel,
     draw_pipeline,
@@ -50,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--coded", action="store_true", help="messages of blocks alone, and the kinds of mutant that only they have"
     )
     parser.add_argument(
+        "--kept", action="store_true", help="copies of parameters alone, and the kinds of mutant that only they have"
+    )
+    parser.add_argument(
         "--windows",
         action="store_true",
         help="block-sparse attention and losses by chunks alone, and the kinds of mutant that only they have",
@@ -71,6 +76,8 @@ def command(arguments: argparse.Namespace) -> int:
         kinds, source = AXES, draw_parallel
     elif arguments.coded:
         kinds, source = CODED, draw_coded
+    elif arguments.kept:
+        kinds, source = KEPT, draw_kept
     elif arguments.windows:
         kinds, source = WINDOWS, draw_windowed
     shown: list[str] = []

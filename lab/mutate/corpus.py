@@ -157,6 +157,14 @@ def draw_windowed(rng: random.Random, number: int) -> Case:
     return lowered(f"windowed {tx} world={world} {_shown(placed)}", model, OPTIMIZERS[tx](), placed, world, generator)
 
 
+def draw_kept(rng: random.Random, number: int) -> Case:
+    """A model whose bf16 copies of parameters stay between steps, on one rank or several."""
+    generator, world = torch.Generator().manual_seed(rng.getrandbits(31)), rng.choice((1, 2, 2, 3))
+    name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
+    optimizers, given = ("adam", "adamw"), {"precision": "bf16"}
+    return _flat(rng, name, generator, given, world, shared=number % 3 == 0, optimizers=optimizers)
+
+
 def draw_offloaded(rng: random.Random, number: int) -> Case:
     """A model whose state is held on host and disk: of half of them the large columns move in tiles."""
     return offloaded(rng, torch.Generator().manual_seed(rng.getrandbits(31)), shared=number % 3 == 0)

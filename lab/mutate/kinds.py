@@ -7,7 +7,21 @@ mutants are only another good schedule, and the oracle finds out.
 
 from __future__ import annotations
 
-from lab.mutate import axes, coded, feedback, hierarchy, moves, records, roles, room, timing, values, windows, within
+from lab.mutate import (
+    axes,
+    coded,
+    feedback,
+    hierarchy,
+    kept,
+    moves,
+    records,
+    roles,
+    room,
+    timing,
+    values,
+    windows,
+    within,
+)
 from lab.mutate.edits import Mutation, on
 
 # of pipelines alone
@@ -92,6 +106,15 @@ WINDOWS: dict[str, Mutation] = {
     "another divisor of a chunk": on(within.inside(windows.another_loss_scale)),
     "another bound on one rank": on(within.inside(windows.another_number("left", lambda rng, n: n + 1)), alone=True),
 }
+# of programs that keep copies of parameters
+KEPT: dict[str, Mutation] = {
+    "a copy never written": on(kept.never_written),
+    "a copy of another value": on(kept.of_another_value),
+    "a copy made before the step": on(kept.before_the_step),
+    "copies exchanged": on(kept.exchanged),
+    "another column's copy read": on(kept.of_another_column),
+}
+
 CODED: dict[str, Mutation] = {
     "another codec": on(coded.another_codec),
     "another divisor of messages": on(coded.another_divisor),
@@ -216,4 +239,5 @@ KINDS: dict[str, Mutation] = {
     **AXES,
     **CODED,
     **WINDOWS,
+    **KEPT,
 }

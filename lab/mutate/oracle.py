@@ -82,10 +82,12 @@ def outcome(case: Case, programs: Mapping[int, Program]) -> Outcome:
 def _state(
     case: Case, memory: Sequence[Mapping[str, torch.Tensor]], after: Sequence[Mapping[str, torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
-    """The state of every rank: what it was given, written in place; of what lies on disk, the copy in the file."""
+    """The state of every rank: what it was given, written in place; of what lies on disk, the copy in the file. Behind
+    it the copies of parameters that the next step finds."""
     disk = [name for name, b in case.plan.buffers.items() if b.space == DISK]
     held = [{**own, **{n: then[n] for n in disk if n in own}} for own, then in zip(memory, after, strict=True)]
-    return tuple(storage.local(case.plan, own, x, r) for r, own in enumerate(held) for x in case.plan.leaves)
+    copies = [after[r][name] for r, program in sorted(case.programs.items()) for name in sorted(program.copies)]
+    return (*(storage.local(case.plan, own, x, r) for r, own in enumerate(held) for x in case.plan.leaves), *copies)
 
 
 def _left(rank: Rank) -> frozenset[str]:

@@ -11,12 +11,14 @@ from lab.mutate import (
     AXES,
     CODED,
     HIERARCHY,
+    KEPT,
     KINDS,
     ROLES,
     WINDOWS,
     draw,
     draw_coded,
     draw_hierarchy,
+    draw_kept,
     draw_parallel,
     draw_pipeline,
     draw_windowed,
@@ -78,6 +80,14 @@ def test_a_thousand_of_messages_of_blocks_are_caught_and_no_program_is_refused()
 
 def test_three_hundred_of_windows_and_chunks_are_caught_and_no_program_is_refused() -> None:
     report = run(count=300, seed=0, each=12, unbroken=20, kinds=tuple(WINDOWS), source=draw_windowed)
+    print(report)
+    assert report.missed == []
+    assert report.refused == []
+    assert sum(report.changing.values()) >= 300
+
+
+def test_three_hundred_of_kept_copies_are_caught_and_no_program_is_refused() -> None:
+    report = run(count=300, seed=0, each=12, unbroken=20, kinds=tuple(KEPT), source=draw_kept)
     print(report)
     assert report.missed == []
     assert report.refused == []

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import fzero
-from fzero.codegen.out_forms import copy_results
+from fzero.codegen.out_forms import copied, copy_results
 
 STEPS, ROWS, WIDTH, HIDDEN = 5, 3, 4, 6
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
@@ -20,6 +21,21 @@ def test_a_result_that_is_left_out_is_not_copied() -> None:
     into = [torch.full((2,), 7.0) for _ in range(3)]
     copy_results(lambda: (torch.ones(2), None, torch.empty(0)), list(enumerate(into)))
     assert [x.tolist() for x in into] == [[1.0, 1.0], [7.0, 7.0], [7.0, 7.0]]
+
+
+@pytest.mark.parametrize(("dropout", "wanted"), [((), {0, 1}), ((0.0, True), {0, 1}), ((0.1, True), {0, 1, 6, 7})])
+def test_the_seeds_of_an_attention_are_copied_for_its_dropout(dropout: tuple[Any, ...], wanted: set[int]) -> None:
+    """Without one its kernels take no random numbers, and each layer would copy two numbers for nothing."""
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    call = graph.call_function(op, (q, q, q, None, True, *dropout))
+    for place in (0, 1, 6, 7):
+        graph.call_function(operator.getitem, (call, place))
+    assert copied(call) == wanted
+    named = graph.call_function(op, (q, q, q, None, True), {"dropout_p": 0.5})
+    graph.call_function(operator.getitem, (named, 6))
+    assert copied(named) == {6}
 
 
 def recurrent(

@@ -37,17 +37,21 @@ def test_every_tensor_that_is_counted_is_a_live_buffer_of_the_program(zero: int)
     buffers = lowered.program.buffers
     assert all(op.nbytes == buffers[op.name].nbytes and op.kind == KINDS[buffers[op.name].kind] for op in held.own)
     assert len({op.name for op in held.own}) == len(held.own)
-    kept = {name for name, b in buffers.items() if b.kind in ("param", "optimizer")}
+    kept = {name for name, b in buffers.items() if b.kind in ("param", "copy", "optimizer")}
     assert kept <= {op.name for op in held.own}, "what lasts is always counted"
     assert held.between_steps_bytes == sum(buffers[name].nbytes for name in kept)
     assert held.own_bytes <= lowered.memory.peak
 
 
-def test_no_narrow_copy_outlasts_a_step() -> None:
+def test_a_narrow_copy_outlasts_a_step_where_the_kernel_writes_it_and_is_sharded_as_the_master() -> None:
     for zero in (0, 1, 2, 3):
-        lowered, _ = states(zero, precision="bf16")
-        narrow = [b for b in lowered.program.buffers.values() if b.kind in PERSISTENT and b.dtype.itemsize == 2]
-        assert not narrow, f"zero={zero}"
+        lowered, held = states(zero, precision="bf16")
+        buffers = lowered.program.buffers.values()
+        narrow = [b for b in buffers if b.kind in PERSISTENT and b.dtype.itemsize == 2]
+        assert 2 * sum(b.nbytes for b in narrow) == sum(b.nbytes for b in buffers if b.kind == "param"), f"zero={zero}"
+        assert sum(h.nbytes for h in held.own if h.kind == KINDS["copy"]) == sum(b.nbytes for b in narrow)
+        sgd = cases.lowered(world=WORLD, zero=zero, precision="bf16").program
+        assert not [b for b in sgd.buffers.values() if b.kind in PERSISTENT and b.dtype.itemsize == 2], f"zero={zero}"
 
 
 def test_stages_1_and_2_gather_narrow_parameters_once_and_3_for_each_use() -> None:

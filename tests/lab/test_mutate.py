@@ -22,6 +22,7 @@ from lab.mutate import (
     draw,
     draw_coded,
     draw_hierarchy,
+    draw_kept,
     draw_offloaded,
     draw_parallel,
     draw_pipeline,
@@ -44,6 +45,7 @@ UNBROKEN, EACH = (
         draw_parallel: 1,
         draw_coded: 1,
         draw_windowed: 2,
+        draw_kept: 2,
     },
     3,
 )
@@ -55,6 +57,7 @@ ALL_UNBROKEN = {
     draw_parallel: 4,
     draw_coded: 4,
     draw_windowed: 5,
+    draw_kept: 5,
 }
 
 

@@ -135,6 +135,21 @@ def low_precision_and_microbatches() -> None:
 
 
 @scenario(1)
+def copies_that_the_kernel_writes() -> None:
+    """AdamW's kernel writes the bf16 copies, in the graph too; the numbers are the CPU's, whose casts are ops."""
+    options = {"precision": "bf16", "optimizer": optim.adamw(1e-2)}
+    found, cpu = trained(steps=4, **options), trained("cpu", steps=4, **options)
+    near(found, cpu, 3e-2, 3e-2)
+    bound, kept = bound_of(found[2]), session_of(found[2]).copies
+    assert bound.recording is not None
+    assert kept.tensors
+    for (master, dtype), copy in kept.tensors.items():
+        assert torch.equal(copy, kept.masters[master].to(dtype)), master
+    calls = [call for op in bound.calls for call in op if isinstance(call, partial)]
+    assert len([call for call in calls if "copy" in call.keywords]) == len(bound.program.copies)
+
+
+@scenario(1)
 def evaluating_profiling_and_saving() -> None:
     state = trained(steps=2)[2]
     cpu = trained("cpu", steps=2)[2]
