@@ -8,6 +8,7 @@ these kernels wait for memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "narrow",
     "nearest",
     "power_of_two",
+    "rounded",
     "tl",
     "triton",
     "wide",
@@ -36,6 +38,8 @@ try:
     import triton.language as tl
 except ImportError:  # CPU builds of torch come without it; kernels then stay text and `launch` refuses
     triton = tl = None
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1") if triton is not None else None
 
 jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton is not None else lambda fn: fn
 
@@ -112,5 +116,14 @@ def narrow(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         bits = x.to(tl.uint32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, near, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@jit
+def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `narrow`, by the device's own instruction where there is one: a NaN has other bits."""
+    if INTERPRETED:
+        return narrow(x, dtype)
     else:
         return x.to(dtype)
