@@ -10,14 +10,17 @@ from fzero.cost.kept_costs import Figures
 from fzero.cost.rates import Rates
 from fzero.cost.step_time import seconds
 from fzero.ir.decisions import CHOSEN, IDLE, TILE_BYTES, Choice, RunnerUp
+from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.program import Program
 from fzero.passes import Options
+from fzero.passes.offload.to_spaces import copies_of
 from fzero.passes.prefetch import prefetch
 from fzero.plan.layout import BUCKET_BYTES
 
 DEPTHS = (0, 1, 2, 4)
 GAIN = 0.005  # a choice other than the rule's must be predicted to save this part of a step
 LATENCY_SHARE = 0.02  # of a bucket's time: more is lost to latency by a smaller one
+TILES = 16  # of a bucket, of which few are on the device at once
 MARGIN = 1.1  # of two libraries: a tie stays with torch's default
 
 
@@ -59,8 +62,14 @@ def fetch_ahead(program: Program) -> Choice[int]:
 
 
 def tile_bytes(program: Program) -> Choice[int]:
-    """The most of a column held off the device that is brought at once."""
-    return Choice(TILE_BYTES, "large enough that the fixed costs of a move do not show")
+    """The most of a column held off the device that is brought at once: more of a large bucket, so that its ops are
+    few."""
+    held = (program.buffers[name] for name in copies_of(program).values())
+    largest = max((b.nbytes for b in held if b.bucket is not None), default=0)
+    if largest <= TILES * TILE_BYTES:
+        return Choice(TILE_BYTES, "large enough that the fixed costs of a move do not show")
+    reason = f"{TILES} tiles of the largest bucket: more ops would hide nothing more"
+    return Choice(-(-largest // (TILES * PAGE_BYTES)) * PAGE_BYTES, reason, CHOSEN, runner_up=RunnerUp(TILE_BYTES))
 
 
 def bucket_bytes(costs: Mapping[str, float], share: float = LATENCY_SHARE) -> Choice[int]:
