@@ -125,9 +125,13 @@ def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:
     """The values of `offload`: gradients are among them where they wait for the last one."""
     if machine.host is None:
         return OFFLOADS[:1]
-    numerics = spec.numerics
-    waits = spec.clip_norm is not None or numerics.policy.loss_scale is not None or spec.nonfinite in ("skip", "raise")
-    return OFFLOADS if waits or spec.step is not None else OFFLOADS[:-1]
+    return OFFLOADS if gradients_wait(spec) or spec.step is not None else OFFLOADS[:-1]
+
+
+def gradients_wait(spec: Spec) -> bool:
+    """Whether gradients wait for the last of them: to be clipped, or to be found finite."""
+    scaled = spec.numerics.policy.loss_scale is not None
+    return spec.clip_norm is not None or scaled or spec.nonfinite in ("skip", "raise")
 
 
 def meshes(

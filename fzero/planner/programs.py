@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fzero.compile.ahead import lower
 from fzero.compile.decide import DECIDERS, Deciders
-from fzero.compile.decide.budgets import SMALL_TILE
+from fzero.compile.decide.budgets import small_tiles
 from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
 from fzero.compile.decide.update_place import cheaper_place
 from fzero.compile.lowered import Lowered
@@ -57,7 +57,7 @@ def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
 def sparing(machine: Hardware, mesh: Mesh) -> Deciders:
     """The same, but nothing is brought before it is needed: the least memory."""
     table = by_rates(machine, mesh)
-    return replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=_always(SMALL_TILE))
+    return replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=small_tiles)
 
 
 def _always(value: int) -> Callable[..., Choice[int]]:

@@ -7,6 +7,7 @@ programs.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,34 +15,70 @@ import torch
 
 from fzero import tree
 from fzero.compile.decide import DECIDERS
+from fzero.compile.decide.reduce_when import MORE
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE
+from fzero.ir.records import DEVICE
 from fzero.kernels.codecs import BLOCK, CODECS
-from fzero.planner.candidates import Candidate, sharded
+from fzero.plan.memory_use import MemoryUse
+from fzero.planner.candidates import OFFLOADS, Candidate, fixed, gradients_wait, sharded
 from fzero.planner.deep import takes
 from fzero.planner.probes import Foretold
 from fzero.planner.problem import Problem
 
 TENSOR = "tp"  # the axis of rules that were found
+FEW_LAYERS = 3  # of which parameters are gathered at once, and gradients not yet reduced
 SAVER = 0.002  # of two that are alike, the one with fewer means to save memory
 
 
 @dataclass(frozen=True)
-class Sketch:
-    """Of one rank with `rows` rows of the batch, by the value of `remat`: `seconds` of its loss and gradient, and
-    `activations`, the bytes at the peak beyond the state and the gradients. one_row: the seconds of one row, over those
-    of `rows`: what small products and launches leave. update: seconds. params, optimizer: bytes. wire: bytes of an
-    element that is gathered, over those of one that is held. ops: of the program."""
+class Ends:
+    """A figure of one row of the batch, and of more: between and beyond them it lies on their line. Where one row is
+    all that is known, it is proportional."""
 
+    one: float
+    many: float
     rows: int
-    seconds: dict[Any, float]
-    activations: dict[Any, int]
-    one_row: float
+
+    def of(self, rows: float) -> float:
+        """The figure of so many rows."""
+        slope = (self.many - self.one) / (self.rows - 1) if self.rows > 1 else self.many
+        return max(self.one + slope * (rows - 1), 0.0)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parts of the bytes of the parameters and of the optimizer's columns that are held on the device, and whether
+    gradients wait elsewhere for all others."""
+
+    params: float
+    optimizer: float
+    gradients: bool
+
+    @property
+    def off_device(self) -> bool:
+        """Whether anything is elsewhere."""
+        return self.params < 1 or self.optimizer < 1 or self.gradients
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """Of one rank. seconds: of the loss and its gradient, by the value of `remat`. activations: their bytes at their
+    fullest. update: seconds. params, optimizer: bytes. wire: bytes of an element that is gathered, over those of one
+    that is held. layers: of the model. waits: whether gradients wait for the last one. held: by the value of `offload`.
+    ops: of the program."""
+
+    seconds: dict[Any, Ends]
+    activations: dict[Any, Ends]
     update: float
     params: int
     optimizer: int
     wire: float
+    layers: int
+    waits: bool
+    held: dict[Any, Held]
     ops: int
 
     def estimate(self, one: Candidate, rows: int, machine: Hardware, tensor_bytes: float = 0.0) -> tuple[float, int]:
@@ -50,37 +87,45 @@ class Sketch:
         sizes = dict(one.mesh)
         data, parts, roles = math.prod(sizes.get(axis, 1) for axis in DATA), sharded(sizes), sizes.get(PIPELINE, 1)
         own = rows / data / one.microbatches
-        remat = self._like(one.remat)
-        computing = self.seconds[remat] * self._share(own) / parts * (one.microbatches + roles - 1)
+        computing = self._like(self.seconds, one).of(own) / parts * (one.microbatches + roles - 1)
         computing += self._tensor(one, rows / data * tensor_bytes / roles, machine)
         stage = one.zero if isinstance(one.zero, int) else 3
-        inner = sizes["dp"] if one.zero == "hsdp" else data
-        update = self.update / parts / (inner if stage else 1)
+        inner = (sizes["dp"] if one.zero == "hsdp" else data) if stage else 1
+        update = self.update / parts / inner
         exposed = max(0.0, self._transfers(one, stage, machine) - computing / 2)
-        moved = self._moves(one, inner if stage else 1, parts, machine)
-        seconds = computing + update + exposed + max(0.0, moved - computing / 2)
+        fetched, late = self._moves(one, inner * parts, machine)
+        seconds = max(computing, fetched) + update + exposed + max(0.0, late - (0 if self.waits else computing / 2))
         savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
-        return seconds * (1 + SAVER * savers), self._bytes(one, stage, inner, own / self.rows, parts)
+        return seconds * (1 + SAVER * savers), self._bytes(one, stage, inner, own, tensor_bytes)
 
-    def _like(self, remat: Any) -> Any:
-        """The value of `remat` that was sketched: of rules, the first."""
-        return remat if isinstance(remat, str) and remat in self.seconds else next(iter(self.seconds))
+    def _like(self, known: Mapping[Any, Ends], one: Candidate) -> Ends:
+        """What was sketched with the candidate's value of `remat`; of rules, the first."""
+        remat = one.remat
+        return known[remat] if isinstance(remat, str) and remat in known else next(iter(known.values()))
 
-    def _share(self, rows: float) -> float:
-        """The seconds of so many rows, over those of `self.rows`."""
-        if self.rows == 1:
-            return rows
-        slope = (1 - self.one_row) / (self.rows - 1)
-        return max(self.one_row + slope * (rows - 1), 0.0)
+    def _bytes(self, one: Candidate, stage: int, inner: int, own: float, tensor_bytes: float) -> int:
+        """The state, what is gathered, the gradients, and the activations of the microbatches in flight. Between layers
+        values are whole on each rank of tensor parallelism: they are as many as it sends."""
+        sizes, parts, held = dict(one.mesh), sharded(dict(one.mesh)), self.held[one.offload]
+        roles, few = sizes.get(PIPELINE, 1), min(1.0, FEW_LAYERS / max(self.layers, 1))
+        keeps = inner if stage == 3 or (stage and self.wire < 1) else 1
+        state = held.params * self.params / keeps + held.optimizer * self.optimizer / inner
+        gathered = self.params * self.wire * (few if stage == 3 or (keeps == 1 and held.params < 1) else keeps > 1)
+        in_flight = min(roles, one.microbatches)
+        kept = self._like(self.activations, one).of(own) / roles
+        whole = min(kept, tensor_bytes * own / roles) if roles < parts else 0.0
+        kept = (whole + (kept - whole) * roles / parts) * in_flight
+        gradients = self._gradients(one, stage, inner, kept / in_flight * parts, few)
+        return int((state + gathered + gradients) / parts + kept)
 
-    def _bytes(self, one: Candidate, stage: int, inner: int, own: float, parts: int) -> int:
-        homes = str(one.offload or "")
-        params = 0 if "params" in homes else self.params / (inner if stage == 3 or (stage and self.wire < 1) else 1)
-        moments = 0 if "optimizer" in homes else self.optimizer / (inner if stage else 1)
-        gradients = 0 if "grads" in homes else self.params / (inner if stage >= 2 else 1)
-        roles = dict(one.mesh).get(PIPELINE, 1)
-        held = self.activations[self._like(one.remat)] * own
-        return int((params + moments + gradients) / parts + held * min(roles, one.microbatches) / parts)
+    def _gradients(self, one: Candidate, stage: int, inner: int, kept: float, few: float) -> float:
+        """The bytes of gradients, of all parts: those of a few layers are whole, others wait whole or as shares."""
+        data = math.prod(dict(one.mesh).get(axis, 1) for axis in DATA)
+        each = data > 1 and self.params > MORE * (kept + (self.params + self.optimizer) / data)
+        if one.microbatches > 1 and not (each and stage >= 2):
+            return self.params  # the sum of the microbatches
+        waiting = 0.0 if self.held[one.offload].gradients or not self.waits else 1 / (inner if stage >= 2 else 1)
+        return self.params * max(few, waiting)
 
     def _transfers(self, one: Candidate, stage: int, machine: Hardware) -> float:
         mesh = one.ranks
@@ -100,14 +145,17 @@ class Sketch:
             return 0.0
         return 2 * machine.rates(one.ranks).transfer("all_gather", int(nbytes), TENSOR, width)
 
-    def _moves(self, one: Candidate, shards: int, parts: int, machine: Hardware) -> float:
-        host, homes = machine.host, str(one.offload or "")
-        if host is None or not homes or not host.to_device_bytes:
-            return 0.0
-        moved = (self.params + (self.optimizer if "optimizer" in homes else 0)) / shards / parts
-        moved += 2 * self.params / shards / parts if "grads" in homes else 0
-        updated = 2 * (self.params + self.optimizer) / shards / parts / host.adam_bytes if host.adam_bytes else 0.0
-        return max(moved / host.to_device_bytes, updated)
+    def _moves(self, one: Candidate, shares: int, machine: Hardware) -> tuple[float, float]:
+        """(the seconds of what is fetched beside the loss and its gradient, of what is moved and updated after it)."""
+        host, held = machine.host, self.held[one.offload]
+        if host is None or not held.off_device or not host.to_device_bytes:
+            return 0.0, 0.0
+        params, optimizer = self.params * (1 - held.params) / shares, self.optimizer * (1 - held.optimizer) / shares
+        gradients = self.params / shares
+        there = (optimizer + params + gradients * held.gradients) / min(host.to_device_bytes, host.from_device_bytes)
+        if host.adam_bytes:  # or the host updates: gradients go there, parameters come back
+            there = min(there, gradients / host.from_device_bytes + 2 * (params + optimizer) / host.adam_bytes)
+        return 2 * one.microbatches * params / host.to_device_bytes, there
 
 
 def sketched(problem: Problem) -> Sketch:
@@ -127,16 +175,41 @@ def sketched(problem: Problem) -> Sketch:
     def found(remat: Any, rows: int) -> Foretold:
         return takes(replace(there, rows=rows), replace(alone, remat=remat), mesh_of(alone, 1), DECIDERS)
 
-    by_remat = {remat if isinstance(remat, str) else "by rules": found(remat, rows) for remat in remats}
-    last = by_remat["full"]
-    seconds = {key: found.busy[0] for key, found in by_remat.items()}
-    params, optimizer = last.held("param"), last.held("optimizer")
-    activations = {key: max(found.peak - optimizer - 2 * params, 0) for key, found in by_remat.items()}
-    one_row = found(remats[0], 1).busy[0] / next(iter(seconds.values())) if rows > 1 else 1.0
+    seconds, activations = {}, {}
+    for remat in remats:
+        last, name = found(remat, rows), remat if isinstance(remat, str) else "by rules"
+        one = found(remat, 1) if rows > 1 else last
+        seconds[name] = Ends(one.busy[0], last.busy[0], rows)
+        activations[name] = Ends(one.activations, last.activations, rows)
     policy = spec.numerics.policy
     gathered = CODECS[policy.gather].block_bytes / BLOCK if policy.gather else 2 if policy.compute else None
     wire = 1.0 if gathered is None else gathered / _widest(problem.params_like)
-    return Sketch(rows, seconds, activations, one_row, last.busy[1], params, optimizer, wire, len(last.tokens[0]))
+    return Sketch(
+        seconds, activations, last.busy[1], last.held("param"), last.held("optimizer"), wire, problem.layers,
+        gradients_wait(spec), _held(problem), len(last.tokens[0]),
+    )  # fmt: skip
+
+
+def _held(problem: Problem) -> dict[Any, Held]:
+    """What is held on the device, by each value of `offload` that a candidate may have."""
+    spec = problem.spec
+    recipe = recipe_for(spec, problem.params_like, None, torch.device("cpu"))
+    leaves = {path: x.numel() * x.element_size() for path, x in zip(recipe.paths, recipe.values, strict=True)}
+    params = {path for path in leaves if any(tree.matches(rule, path) for rule in spec.parallel.param_rules)}
+
+    def by_rules(memory: MemoryUse) -> Held:
+        here = {path for path in leaves if memory.space_of(path, spec.parallel.param_rules) == DEVICE}
+
+        def part(paths: set[str]) -> float:
+            return sum(leaves[path] for path in paths & here) / max(sum(leaves[path] for path in paths), 1)
+
+        return Held(
+            part(params), part(leaves.keys() - params), any(to != DEVICE for to in memory.gradient_rules.values())
+        )
+
+    return {value: by_rules(MemoryUse(offload=value)) for value in OFFLOADS} | {
+        fixed(spec.offload): by_rules(spec.memory)
+    }
 
 
 def _widest(params: Any) -> int:

@@ -61,15 +61,15 @@ def fetch_ahead(program: Program) -> Choice[int]:
     return Choice(ahead, "one run ahead: the processor that computes also moves", runner_up=RunnerUp(0))
 
 
-def tile_bytes(program: Program) -> Choice[int]:
-    """The most of a column held off the device that is brought at once: more of a large bucket, so that its ops are
-    few."""
+def tile_bytes(program: Program, least: int = TILE_BYTES, tiles: int = TILES) -> Choice[int]:
+    """The most of a column held off the device that is brought at once: `least`, or more where a bucket is so large
+    that it would be cut into more than `tiles`."""
     held = (program.buffers[name] for name in copies_of(program).values())
     largest = max((b.nbytes for b in held if b.bucket is not None), default=0)
-    if largest <= TILES * TILE_BYTES:
-        return Choice(TILE_BYTES, "large enough that the fixed costs of a move do not show")
-    reason = f"{TILES} tiles of the largest bucket: more ops would hide nothing more"
-    return Choice(-(-largest // (TILES * PAGE_BYTES)) * PAGE_BYTES, reason, CHOSEN, runner_up=RunnerUp(TILE_BYTES))
+    if largest <= tiles * least:
+        return Choice(least, "large enough that the fixed costs of a move do not show")
+    reason = f"{tiles} tiles of the largest bucket: smaller ones are more ops, and hide nothing more"
+    return Choice(-(-largest // (tiles * PAGE_BYTES)) * PAGE_BYTES, reason, CHOSEN, runner_up=RunnerUp(least))
 
 
 def bucket_bytes(costs: Mapping[str, float], share: float = LATENCY_SHARE) -> Choice[int]:
