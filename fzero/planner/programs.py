@@ -12,6 +12,7 @@ from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
 from fzero.compile.decide.update_place import cheaper_place
 from fzero.compile.lowered import Lowered
 from fzero.cost.bucket_costs import LARGE_BUCKETS, bucket_costs
+from fzero.cost.rates import Rates
 from fzero.cost.step_time import roles_time
 from fzero.errors import SpecError
 from fzero.hardware import Hardware
@@ -44,14 +45,20 @@ def host_bytes(lowered: Lowered) -> int:
 
 def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
     """The functions that decide, by the machine's figures in place of those measured here."""
-    rates, axis = machine.rates(mesh), mesh.data_axes
-    costs = bucket_costs(rates, axis, mesh.size(axis), LARGE_BUCKETS) if mesh.data_ranks > 1 else {}
+    rates = machine.rates(mesh)
     return replace(
         DECIDERS,
-        bucket_bytes=lambda _: bucket_bytes(costs, LATENCY_SHARE),
+        bucket_bytes=lambda _: bucket_choice(rates, mesh),
         prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
         update_on=lambda program, _: cheaper_place(program, rates),
     )
+
+
+def bucket_choice(rates: Rates, mesh: Mesh) -> Choice[int]:
+    """The bytes of a bucket, by a mesh's figures."""
+    axis = mesh.data_axes
+    costs = bucket_costs(rates, axis, mesh.size(axis), LARGE_BUCKETS) if mesh.data_ranks > 1 else {}
+    return bucket_bytes(costs, LATENCY_SHARE)
 
 
 def sparing(machine: Hardware, mesh: Mesh) -> Deciders:

@@ -12,10 +12,10 @@ from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.planner.candidates import Candidate, candidates, default
 from fzero.planner.deep import is_deep, probed
+from fzero.planner.estimates import Sketch
 from fzero.planner.planned import Row
 from fzero.planner.problem import Problem
 from fzero.planner.programs import by_rates, host_bytes, lowered_of, sparing, step_seconds
-from fzero.planner.sketch import Sketch
 
 LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many ops, and not fewer than that
 A_MESH = 3  # candidates of one mesh that are lowered, at least
@@ -114,7 +114,7 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
     found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard)
-    done = Search(of, {one: sketch.estimate(one, of.rows, of.machine, of.rules.bytes_a_row) for one in found})
+    done = Search(of, sketch.estimates(found, of.rows, of.machine, of.rules.bytes_a_row))
     done.row(default(of.spec, of.world_size))
     if len(done.estimates) <= most:
         for each in done.estimates:
