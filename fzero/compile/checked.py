@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.compile import fault_report
+from fzero.compile.captures import Captures
 from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import lower_step
@@ -29,6 +30,7 @@ def checked_step(
     rates: Rates | None = None,
     deciders: Deciders | None = None,
     phase: str = "",
+    captures: Captures | None = None,
 ) -> Lowered:
     """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first.
 
@@ -39,7 +41,8 @@ def checked_step(
         phase = phase or spec.phases.first
     spec = spec.in_phase(phase)
     try:
-        lowered = replace(lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders), phase=phase)
+        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures)
+        lowered = replace(lowered, phase=phase)
         verify(lowered.roles)
     except VerifyError as error:
         error = VerifyError(f"{error} (in phase {phase!r})") if phase else error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fzero.compile.ahead import lower
+from fzero.compile.ahead import lower_again
 from fzero.compile.decide import DECIDERS, Deciders
 from fzero.compile.decide.budgets import small_tiles
 from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
@@ -30,7 +30,9 @@ def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | No
     if problem.rows % mesh.data_ranks:
         raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
     batch = problem.batch_of(problem.rows // mesh.data_ranks)
-    return lower(spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders)
+    return lower_again(
+        spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders, captures=problem.captures
+    )
 
 
 def step_seconds(lowered: Lowered, machine: Hardware) -> float:
