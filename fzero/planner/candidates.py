@@ -6,8 +6,10 @@ A field that was given is pinned: it has that one value in every candidate (`Spe
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -74,9 +76,14 @@ class Candidate:
         """The values by the field's name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    @cached_property
+    def values(self) -> tuple[Any, ...]:
+        """The values, in the order of the fields."""
+        return tuple(self.fields.values())
+
     def differs(self, other: Candidate) -> int:
         """In how many fields it differs."""
-        return sum(value != other.fields[name] for name, value in self.fields.items())
+        return sum(map(operator.ne, self.values, other.values))
 
     @property
     def ranks(self) -> Mesh:

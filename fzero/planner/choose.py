@@ -157,7 +157,8 @@ def _reason(name: str, best: Row, table: Sequence[Row], found: Search) -> Choice
         return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(other.candidate, name)))
     rest = {one: cost for one, cost in found.estimates.items() if getattr(one, name) != value}
     if not rest:
-        return Choice(shown, "there is no other value here")
+        other = name == "pipeline" and value is None
+        return Choice(shown, "no other was lowered: programs are large" if other else "there is no other value here")
     near = min(rest, key=lambda one: (rest[one][1] > budget, rest[one]))
     seconds, peak = rest[near]
     reason = f"{near} was not lowered: by the sketch {seconds:.4g} s and {size(peak)}"

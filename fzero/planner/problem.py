@@ -38,7 +38,8 @@ class Problem:
     """given: the fields of the spec that are pinned. batch_of: the batch of a number of rows, on meta. rows: of the
     global one. layers: the numbered layers of the parameters. equal: those that are equal. budget: bytes that a rank
     may use of its device. rules: of tensor parallelism, where the spec has none. captures: of the step, as it was
-    lowered for candidates."""
+    lowered for candidates. shallower: by depth, the loss, and that and the parameters of a model with so many layers:
+    the same each time, so that captures know them."""
 
     spec: Spec
     given: frozenset[str]
@@ -52,6 +53,7 @@ class Problem:
     budget: int
     rules: TensorRules = NO_RULES
     captures: Captures = field(default_factory=Captures, repr=False)
+    shallower: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def machine(self) -> Hardware:

@@ -61,10 +61,14 @@ class Search:
         return self.rows[one]
 
     def row_in_full(self, one: Candidate) -> Row:
-        """The same of a candidate that shallow programs say nothing of."""
-        if one not in self.rows:
+        """The same, lowered in full: of a candidate that shallow programs say nothing of, or that may be the answer."""
+        if one not in self.rows or self.rows[one].probed:
             self.rows[one] = self.whole(one)
         return self.rows[one]
+
+    def ops(self, one: Candidate) -> int:
+        """The ops of the programs of all roles, of a candidate that was lowered in full; 0 of others."""
+        return sum(len(program.ops) for program in self.programs[one].programs.values()) if one in self.programs else 0
 
     def likely(self, one: Candidate) -> tuple[float, float]:
         """(seconds, bytes) of a candidate: as it was found, else by the sketch and what was found of others."""
@@ -138,9 +142,18 @@ def _refine(done: Search, most: int) -> None:
             return
         tried.add(best.candidate)
         for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
-            near = _corrected(done, one)[0] < (1 if is_deep(done.problem) else NEAR) * best.seconds
-            if near and one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most:
+            new = one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most
+            if new and _may_win(done, one, best.seconds):
                 done.row(one)
+
+
+def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
+    """Whether a candidate may be faster than so many seconds. Of a deep model, which takes long to lower, it must also
+    be said to fit."""
+    said, nbytes = _corrected(done, one)
+    if is_deep(done.problem):
+        return said < seconds and nbytes <= NEAR * done.problem.budget
+    return said < NEAR * seconds
 
 
 def _next(done: Search, a_mesh: int) -> Candidate | None:
@@ -149,6 +162,8 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     left = {one: _corrected(done, one) for one in done.estimates if one not in done.rows}
     count = Counter(one.mesh for one in done.rows)
     near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]
+    if not done.fitting:
+        near = [one for one in near if left[one][1] <= done.problem.budget] or near
     few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
         fastest = min(row.seconds for row in done.fitting)
@@ -165,17 +180,12 @@ def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
     """The sketch's seconds and bytes, by what the candidates most like it were found to take."""
     seconds, nbytes = done.estimates[one]
     known = [row for row in done.rows.values() if not row.refused and row.candidate in done.estimates]
-    slower = [r.seconds / done.estimates[r.candidate][0] for r in _alike(known, one, ("mesh", "offload"))]
-    larger = [r.peak / max(done.estimates[r.candidate][1], 1) for r in _alike(known, one, ("remat", "offload"))]
+    far = [row.candidate.differs(one) for row in known]
+    nearest = min(far, default=0)
+    alike = [row for row, fields in zip(known, far, strict=True) if fields == nearest]
+    slower = [row.seconds / done.estimates[row.candidate][0] for row in alike]
+    larger = [row.peak / max(done.estimates[row.candidate][1], 1) for row in alike]
     return seconds * _mean(slower), nbytes * _mean(larger)
-
-
-def _alike(rows: Sequence[Row], one: Candidate, names: Sequence[str]) -> Sequence[Row]:
-    """The rows of candidates with the same fields of these names; where there are none, of one of them."""
-    for wanted in (names, names[:1], names[1:]):
-        if found := [r for r in rows if all(getattr(r.candidate, n) == getattr(one, n) for n in wanted)]:
-            return found
-    return rows
 
 
 def _mean(ratios: Sequence[float]) -> float:
