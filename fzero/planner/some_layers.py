@@ -68,7 +68,7 @@ def fewest_layers(done: Search) -> Row | None:
         return None
     if any(SPECIAL & {*part} for stack in problem.equal.stacks for part in stack):
         return None  # a rule would match other paths
-    depth, stacks, left = problem.equal.depth, tuple(sorted(problem.equal.stacks)), TRIES
+    depth, stacks, left = problem.equal.depth, tuple(sorted(problem.equal.stacks)), float(TRIES)
     for seconds, one, count in sorted(_between(done, depth), key=lambda found: found[0]):
         if seconds >= best.seconds or left < 1:
             break
