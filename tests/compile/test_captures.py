@@ -1,4 +1,4 @@
-"""Steps that were captured before: what differs in anything that capture reads is captured again, all else is shared."""
+"""Steps captured before: what differs in anything that capture reads is captured again, the rest is shared."""
 
 from __future__ import annotations
 
