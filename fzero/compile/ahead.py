@@ -82,8 +82,10 @@ def lower_again(
     decisions: Decisions | Deciders | None = None,
     phase: str = "",
     captures: Captures | None,
+    verified: bool = True,
 ) -> Lowered:
-    """As `lower`, for who lowers one step many times. captures: what was captured for it before."""
+    """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified: as in
+    `checked_step`."""
     ambient.check("lower", backward=True)
     batch_like = tree.plain(batch_like)
     check_spec("lower", spec)
@@ -104,14 +106,8 @@ def lower_again(
             check_leaf(leaf_name("batch", path), leaf)
     with progress.shown("lowering the step"):
         lowered = checked_step(
-            spec,
-            state,
-            fakes_on(batch_like, device),
-            plan,
-            transport,
-            deciders=deciders,
-            phase=phase,
-            captures=captures,
-        )
+            spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase,
+            captures=captures, verified=verified,
+        )  # fmt: skip
     decide.check_strategies(lowered.decisions, decisions)
     return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered

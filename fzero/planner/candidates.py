@@ -118,9 +118,12 @@ def candidates(
     open_ = {f.name for f in fields(Candidate)} - {*given}
     offloads = _homes(spec, machine) if "offload" in open_ else [fixed(spec.offload)]
     remats = REMATS if "remat" in open_ else (fixed(spec.remat),)
-    for mesh in (
-        meshes(spec, world_size, layers, machine, rules) if "mesh" in open_ else [mesh_of(spec, world_size).axes]
-    ):
+    if "mesh" in open_:
+        every = meshes(spec, world_size, layers, machine, rules)
+        over = [mesh for mesh in every if rows % Mesh(mesh).data_ranks == 0]
+    else:
+        over = [mesh_of(spec, world_size).axes]
+    for mesh in over:
         for zero in stages(mesh) if "zero" in open_ else [fixed(spec.zero)]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
                 for remat in remats:

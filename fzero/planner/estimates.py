@@ -28,8 +28,7 @@ SAVER = 0.002  # of two that are alike, the one with fewer means to save memory
 
 @dataclass(frozen=True)
 class Ends:
-    """A figure of one row of the batch, and of more: between and beyond them it lies on their line. Where one row is
-    all that is known, it is proportional."""
+    """A figure of one row of the batch, and of more: between and beyond them it lies on their line."""
 
     one: float
     many: float
@@ -38,11 +37,20 @@ class Ends:
     def of(self, rows: float) -> float:
         """The figure of so many rows.
 
-        >>> Ends(3.0, 9.0, 4).of(2), Ends(3.0, 3.0, 1).of(2)
-        (5.0, 6.0)
+        >>> Ends(3.0, 9.0, 4).of(2), Ends(3.0, 9.0, 4).fixed
+        (5.0, 1.0)
         """
-        slope = (self.many - self.one) / (self.rows - 1) if self.rows > 1 else self.many
-        return max(self.one + slope * (rows - 1), 0.0)
+        return max(self.fixed + self.of_a_row * rows, 0.0)
+
+    @property
+    def of_a_row(self) -> float:
+        """What each row adds."""
+        return (self.many - self.one) / (self.rows - 1)
+
+    @property
+    def fixed(self) -> float:
+        """What is there for any number of rows, as of parameters that are cast."""
+        return max(self.one - self.of_a_row, 0.0)
 
 
 @dataclass(frozen=True)
@@ -128,10 +136,12 @@ class _Estimate:
         state = held.params * of.params / keeps + held.optimizer * of.optimizer / self.shares
         by_layers = self.stage == 3 or (keeps == 1 and held.params < 1)
         gathered = of.params * of.wire * (self.few if by_layers else keeps > 1)
-        kept = self._like(of.activations).of(self.own) / roles
+        activations = self._like(of.activations)
+        kept = activations.of_a_row * self.own / roles
         whole = min(kept, self.tensor_bytes * self.own / roles) if roles < self.parts else 0.0
         kept = (whole + (kept - whole) * roles / self.parts) * min(roles, self.one.microbatches)
-        return int((state + gathered + self._gradients) / self.parts + kept)
+        cast = activations.fixed / self.shares
+        return int((state + gathered + cast + self._gradients) / self.parts + kept)
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -25,14 +25,17 @@ from fzero.spec import Spec
 LATENCY_SHARE = 0.1  # of a bucket's time that may be latency: a machine's file says no hop to the last microsecond
 
 
-def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None) -> Lowered:
-    """The programs of a spec over a mesh. Raises FzeroError where there are none."""
+def lowered_of(
+    problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None, *, verified: bool = True
+) -> Lowered:
+    """The programs of a spec over a mesh. verified: False for probes. Raises FzeroError where there are none."""
     if problem.rows % mesh.data_ranks:
         raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
     batch = problem.batch_of(problem.rows // mesh.data_ranks)
     return lower_again(
-        spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders, captures=problem.captures
-    )
+        spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders, captures=problem.captures,
+        verified=verified,
+    )  # fmt: skip
 
 
 def step_seconds(lowered: Lowered, machine: Hardware) -> float:

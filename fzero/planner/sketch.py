@@ -28,7 +28,7 @@ from fzero.planner.problem import Problem
 def sketched(problem: Problem) -> Sketch:
     """The sketch of a step. Raises as `fzero.lower`."""
     spec = problem.spec
-    rows = max(1, problem.rows // problem.world_size)
+    rows = max(2, problem.rows // problem.world_size)
     axes = {axis: 1 for dims in (spec.shard or {}).values() for axis in dims.axes}
     alone = replace(
         spec, mesh={"dp": 1, **axes}, zero=0, microbatches=1, offload=None, nvme_path=None, sequence=None,
@@ -45,7 +45,7 @@ def sketched(problem: Problem) -> Sketch:
     seconds, activations = {}, {}
     for remat in remats:
         last, name = found(remat, rows), remat if isinstance(remat, str) else "by rules"
-        one = found(remat, 1) if rows > 1 else last
+        one = found(remat, 1)
         seconds[name] = Ends(one.busy[0], last.busy[0], rows)
         activations[name] = Ends(one.activations, last.activations, rows)
     policy = spec.numerics.policy
