@@ -15,7 +15,7 @@ from fzero.planner.equal_layers import Stack
 from fzero.planner.planned import Row
 from fzero.planner.search import Search
 
-TRIES, OPS = 5, 25_000  # programs that are lowered in full: as many as have so many ops, and not more than that
+TRIES, OPS = 5, 15_000  # programs that are lowered in full: as many as have so many ops, and not more than that
 DIGITS = "0123456789"
 SPECIAL = {*"*[]"}  # characters of rules
 
