@@ -21,6 +21,7 @@ LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many op
 A_MESH = 3  # candidates of one mesh that are lowered, at least
 SLACK = 2  # a program that needs no more than this of the budget is lowered again, under the budget
 NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
+WORTH = 0.01  # of the fastest's seconds: what a candidate of a deep model is to save, to be lowered
 SHOWN = 160  # characters of a refusal
 
 
@@ -152,7 +153,7 @@ def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
     be said to fit."""
     said, nbytes = _corrected(done, one)
     if is_deep(done.problem):
-        return said < seconds and nbytes <= NEAR * done.problem.budget
+        return said < (1 - WORTH) * seconds and nbytes <= NEAR * done.problem.budget
     return said < NEAR * seconds
 
 
@@ -170,7 +171,7 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
         fastest = min(row.seconds for row in done.fitting)
-        near = few = [one for one in few if left[one][0] < fastest]
+        near = few = [one for one in few if left[one][0] < (1 - WORTH) * fastest]
     unseen = [one for one in near if not count[one.mesh]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there

@@ -76,12 +76,12 @@ def fewest_layers(done: Search) -> Row | None:
         while left >= 1 and 0 < count < depth:
             row = done.row_in_full(replace(one, remat=FirstLayers(count, depth, stacks)))
             left -= max(1, done.ops(row.candidate) * TRIES / OPS)
-            if not done.fits(row):
-                if fitted is not None:
-                    break  # one layer less does not fit
+            if done.fits(row) and (fitted is None or row.seconds < fitted.seconds):
+                fitted, count = row, count - 1
+            elif fitted is not None:
+                break  # one layer less does not fit, or only by what costs more
+            else:
                 count = max(count + 1, _more(done, one, row, count, depth))
-                continue
-            fitted, count = row, count - 1
         if fitted is not None and fitted.seconds < best.seconds:
             best = fitted
     return best if isinstance(best.candidate.remat, FirstLayers) else None
