@@ -73,13 +73,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of the global batch (default 64)")
     parser.add_argument("--length", type=int, default=1_024, help="tokens of a row (default 1,024)")
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--reduce", choices=("each", "end"), help="of microbatches' gradients (default: by a rule)")
     parser.add_argument(
         "--memory-gb", type=float, help="what a rank may use (default: the hardware's less its headroom)"
     )
     given = parser.parse_args()
     layers, width, heads, words = MODELS[given.model]
     tokens = torch.empty(given.rows, given.length, dtype=torch.int64, device="meta")
-    spec = fzero.Spec(loss=loss_of(heads), optimizer=optim.adamw(1e-4), precision=given.precision, clip_norm=1.0)
+    spec = fzero.Spec(
+        loss=loss_of(heads),
+        optimizer=optim.adamw(1e-4),
+        precision=given.precision,
+        clip_norm=1.0,
+        reduce=given.reduce,
+    )
     began = time.perf_counter()
     try:
         planned = fzero.plan(

@@ -11,7 +11,7 @@ from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.planner.candidates import Candidate, candidates, default
-from fzero.planner.deep import is_deep, probed
+from fzero.planner.deep import is_deep, probed, shallow_say
 from fzero.planner.estimates import Sketch
 from fzero.planner.planned import Row
 from fzero.planner.problem import Problem
@@ -153,8 +153,14 @@ def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
     be said to fit."""
     said, nbytes = _corrected(done, one)
     if is_deep(done.problem):
-        return said < (1 - WORTH) * seconds and nbytes <= NEAR * done.problem.budget
+        return said < _worth(done, one) * seconds and nbytes <= NEAR * done.problem.budget
     return said < NEAR * seconds
+
+
+def _worth(done: Search, one: Candidate) -> float:
+    """Of the fastest's seconds, as many as a candidate of a deep model may be said to take: fewer where shallow
+    programs will not say it, for the whole takes minutes."""
+    return 1 - WORTH if shallow_say(done.problem, one.ranks) else 2 - NEAR
 
 
 def _next(done: Search, a_mesh: int) -> Candidate | None:
@@ -168,10 +174,12 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]
     if not done.fitting:
         near = [one for one in near if left[one][1] <= done.problem.budget] or near
+        if is_deep(done.problem):
+            near = [one for one in near if shallow_say(done.problem, one.ranks)] or near
     few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
         fastest = min(row.seconds for row in done.fitting)
-        near = few = [one for one in few if left[one][0] < (1 - WORTH) * fastest]
+        near = few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
     unseen = [one for one in near if not count[one.mesh]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there
