@@ -158,7 +158,7 @@ def peak_flops(device: str, given: float | None) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def measure(row: str, setup: Setup, warmup: int, steps: int) -> dict[str, Any]:
+def measure(row: str, setup: Setup, warmup: int, steps: int, profiled: bool = False) -> dict[str, Any]:
     """Figures of one row in this process: seconds a step (median of blocks of steps), losses of the first, memory."""
     name, _, world = row.partition("@")
     cuda = setup.device == "cuda"
@@ -183,7 +183,24 @@ def measure(row: str, setup: Setup, warmup: int, steps: int) -> dict[str, Any]:
     record: dict[str, Any] = {"step_s": median(blocks), "step_s_blocks": blocks, "first_step_s": first}
     record |= {"losses": losses} if not world else {}
     record["tokens_per_s"] = setup.size.tokens / record["step_s"]
+    record |= {"kernels": kernels_of(step, batch)} if profiled else {}
     return record | memory_of(step, batch, setup.device)
+
+
+def kernels_of(step: Step, batch: Batch, steps: int = 3) -> list[dict[str, Any]]:
+    """Kernels, copies and fills of a step by name, the longest first: launches and microseconds of one step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step(batch)
+        torch.cuda.synchronize()
+    rows = [event for event in seen.key_averages() if event.self_device_time_total]
+    rows.sort(key=lambda event: -event.self_device_time_total)
+    return [
+        {"name": event.key, "launches": event.count / steps, "us": event.self_device_time_total / steps}
+        for event in rows
+    ]
 
 
 def memory_of(step: Step, batch: Batch, device: str) -> dict[str, int]:
@@ -205,7 +222,7 @@ def run_row(row: str, name: str, size: Size, args: argparse.Namespace) -> dict[s
         out = Path(folder) / "record.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--row", row, "--size", name, "--out", str(out)]
         command += ["--device", args.device, "--dtype", args.dtype, *(["--tiny"] if args.tiny else [])]
-        command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+        command += ["--steps", str(args.steps), "--warmup", str(args.warmup), *(["--profile"] if args.profile else [])]
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         env = {**os.environ, **alone, "DS_ACCELERATOR": args.device}
         done = subprocess.run(command, cwd=machine.ROOT, env=env, capture_output=True, text=True, check=False)
@@ -249,6 +266,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"rows, commas between them, of {', '.join([*ROWS, *OFFLOADED, *SHARES])}")
     parser.add_argument("--steps", type=int, default=10, help=f"in each of {REPEATS} timed blocks")
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--profile", action="store_true", help="keep each row's kernels by name, with their time")
     parser.add_argument("--peak-tflops", type=float, help="the device's dense bf16 peak, where it is not known")
     parser.add_argument("--row", help="run this one row here (what the others are started with)")
     parser.add_argument("--out", default="gpu", help="the record is benchmarks/results/<OUT>.json")
@@ -260,6 +278,8 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
                 parser.error(f"{one!r}: needed one of {', '.join(known)}")
     if args.steps < 1 or args.warmup < 1:
         parser.error("--steps and --warmup: needed 1 or more")
+    if args.profile and args.device != "cuda":
+        parser.error("--profile: of a CUDA device's kernels; give --device cuda")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("this torch sees no CUDA device; --device cpu --tiny tries the script without one")
     return args
@@ -269,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parsed(argv)
     if args.row:
         setup = Setup(args.sizes[args.size], args.dtype, args.device)
-        Path(args.out).write_text(json.dumps(measure(args.row, setup, args.warmup, args.steps)))
+        Path(args.out).write_text(json.dumps(measure(args.row, setup, args.warmup, args.steps, args.profile)))
         return
     console = Console()
     console.width = max(console.width, 100)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fzero._torch_compat.inductor_choices import rows_in_registers
 from fzero._torch_compat.trace import ONE_THREAD
 
 # aten's fused optimizer kernels, in place over lists of tensors: seen in 2.11.0 and 2.13.0
@@ -143,7 +144,7 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
         "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
         "pattern_matcher": False,  # it drops a cast to bf16 and back
     }
-    with ONE_THREAD, torch.no_grad(), _one_key_in_all_processes():
+    with ONE_THREAD, torch.no_grad(), _one_key_in_all_processes(), rows_in_registers():
         return standalone_compile(
             gm, list(inputs), dynamic_shapes="from_example_inputs", options={"config_patches": options}
         )

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from fzero._torch_compat.inductor_choices import rows_in_registers
 from fzero._torch_compat.trace import ONE_THREAD, FakeTensor, FakeTensorMode
 
 _CUDA = torch.device("cuda", 0)
@@ -48,7 +49,8 @@ def inductor_count(gm: torch.fx.GraphModule, likes: Sequence[torch.Tensor]) -> t
         "emulate_precision_casts": True, "pattern_matcher": False, "compile_threads": 1, "fx_graph_cache": False,
         "triton.autotune_at_compile_time": False, "joint_graph_constant_folding": False,
     }  # fmt: skip
-    with _an_h100(), ONE_THREAD, torch.no_grad(), mock.patch.object(GraphLowering, "compile_to_module", stop):
+    written = mock.patch.object(GraphLowering, "compile_to_module", stop)
+    with _an_h100(), ONE_THREAD, torch.no_grad(), rows_in_registers(), written:
         inputs: list[Any] = [
             FakeTensor(mode, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), _CUDA)
             for x in likes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 from fzero._torch_compat import FakeTensorMode, kernel_of
 from fzero.codegen import inplace, matmul, out_forms, tiling
 from fzero.codegen.fusion import Fused
+from fzero.codegen.handed import Handed, holding, taking
 from fzero.codegen.out_forms import Call
 from fzero.codegen.segment_memory import layout, tensor_at
 from fzero.codegen.widened import is_widened
@@ -74,20 +76,25 @@ def bind(
         if is_widened(node):
             env[node] = args[0]
             continue
-        into = {i: memory_of((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
+        made = fx_values.results(node, shapes.get(node))
+        into = {i: memory_of((node, i), value) for i, value in made if (node, i) not in plan.handed}
         if node.target is operator.getitem or fx_nodes.is_view(node):
             env[node] = node.target(*args, **kwargs)
             _check_views(node, env)
         elif isinstance(node.target, Fused):
-            calls.append(partial(node.target.run, *args, *into.values()))
+            takes = any(isinstance(arg, Handed) for arg in args)
+            run = partial(taking, node.target.run) if takes else node.target.run
+            calls.append(partial(run, *args, *into.values()))
             env[node] = list(into.values())
         elif written := fx_nodes.mutated(node):
             if not _is_there(node, args):
                 calls += calls_of(node, args, kwargs, {})
             env[node] = env[written[0]]
         else:
-            calls += calls_of(node, args, kwargs, into)
-            env[node] = tuple(map(into.get, range(max(into, default=-1) + 1))) if _several(node) else into.get(0)
+            held = {i: Handed(value) for i, value in made if i not in into}
+            calls += calls_of(node, args, kwargs, into, held)
+            both = {**into, **held}
+            env[node] = tuple(map(both.get, range(max(both, default=-1) + 1))) if _several(node) else into.get(0)
     return calls
 
 
@@ -126,8 +133,15 @@ def _several(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
-def calls_of(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor]) -> Iterator[Call]:
-    """The calls that compute a node's results into the tensors `into`, by result.
+def calls_of(
+    node: fx.Node,
+    args: Any,
+    kwargs: Any,
+    into: dict[int, torch.Tensor],
+    held: Mapping[int, Handed] = MappingProxyType({}),
+) -> Iterator[Call]:
+    """The calls that compute a node's results into the tensors `into`, by result; those in `held` wait for their
+    reader.
 
     `args` and `kwargs` are the node's, with tensors for nodes. `into` is empty for a node that writes to its arguments.
     """
@@ -142,12 +156,13 @@ def calls_of(node: fx.Node, args: Any, kwargs: Any, into: dict[int, torch.Tensor
         names = [a.name for a in form._schema.arguments if a.is_out]
         args = [_result_at(into.values(), x) for x in args]
         yield partial(_kernel(form, args, kwargs), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
-    elif not into:
+    elif not into and not held:
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
     elif _several(node):
         compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
         used = {u.args[1] for u in node.users}
-        yield partial(out_forms.copy_results, compute, [(i, tensor) for i, tensor in into.items() if i in used])
+        kept = [(i, tensor) for i, tensor in into.items() if i in used]
+        yield partial(holding, compute, kept, held) if held else partial(out_forms.copy_results, compute, kept)
     else:
         yield partial(out_forms.copy_result, partial(_kernel(node.target, args, kwargs), *args, **kwargs), into[0])
 

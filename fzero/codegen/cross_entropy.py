@@ -8,11 +8,16 @@ and of zeros but for one element a row. With `lse` the logarithm of a row's sum 
 is the same with one number a row between. Two passes over the logits are left, which read them as they are, in 16 bits.
 Rows whose target is `ignore_index` count nothing. Sums round in another order, as in all that a compiler fuses.
 
+Logits that are part of wider rows (`pad.py`) are read with all columns of these: a kernel that stops at column 50,257
+loads element by element. Columns behind the vocabulary count as -inf, so their gradients are the zeros that a pad of
+the gradient would write.
+
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), without its single pass.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from torch import fx
 from fzero.ir import fx_nodes, fx_values, segments
 
 aten = torch.ops.aten
+CHAIN = (aten.view.default, aten._unsafe_view.default, aten._to_copy.default)  # between logits, loss and product
 REDUCED = (1, 2)  # `reduction`: mean, sum
 
 
@@ -56,16 +62,45 @@ def _is_plain(node: fx.Node, weight: int) -> bool:
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     x = fx_nodes.operand(node)
     with graph.inserting_before(node):
+        x = _whole_rows(graph, x)
         most = graph.call_function(aten.amax.default, (x, [1], True))
         powers = graph.call_function(aten.exp.default, (_call(graph, aten.sub.Tensor, x, most),))
         total = graph.call_function(aten.sum.dim_IntList, (powers, [1], True))
-        lse = _call(graph, aten.add.Tensor, most, _call(graph, aten.log.default, total))
+        lse = _kept(graph, _call(graph, aten.add.Tensor, most, _call(graph, aten.log.default, total)), x)
     for user in list(node.users):
         if user.target is aten.nll_loss_forward.default:
             _forward(graph, user, x, lse)
     for user in list(node.users):
         if user.target is aten._log_softmax_backward_data.default:
             _backward(graph, user, x, lse)
+
+
+def _whole_rows(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    """The logits with the whole rows that they are the first columns of, the others -inf; else as they are."""
+    value, source, casts = x.meta["val"], x, 0
+    while source.target in CHAIN:
+        casts += source.target is aten._to_copy.default
+        source = fx_nodes.operand(source)
+    if source.target is not aten.slice.Tensor or source.meta["val"].shape != value.shape or casts > 1:
+        return x
+    wide, first = fx_nodes.operand(source).meta["val"], source.args[2] if len(source.args) > 2 else 0
+    if wide.shape[0] != value.shape[0] or first not in (0, None) or len(source.args) > 4:
+        return x
+    found = _cast(graph, fx_nodes.operand(source), value.dtype)
+    columns = graph.call_function(aten.arange.default, (wide.shape[1],), {"device": value.device})
+    outside = _call(graph, aten.ge.Scalar, columns, value.shape[1])
+    found = _call(graph, aten.masked_fill.Scalar, found, outside, -math.inf)
+    found.meta["val"] = torch.empty_like(wide, dtype=value.dtype)
+    return found
+
+
+def _kept(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:
+    """A number for each row of x that a compiler keeps in memory: what it inlines is computed again for each column."""
+    return _call(graph, aten.as_strided.default, node, [x.meta["val"].shape[0], 1], [1, 1])
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -87,9 +122,7 @@ def _forward(graph: fx.Graph, node: fx.Node, x: fx.Node, lse: fx.Node) -> None:
         each = _call(graph, aten.sub.Tensor, lse, _call(graph, aten.gather.default, x, 1, column))
         each = _call(graph, aten.squeeze.dim, each, 1)
         each = _call(graph, aten.where.self, valid, each, _call(graph, aten.zeros_like.default, each))
-        counted = _call(graph, aten._to_copy.default, valid)
-        counted.kwargs = {"dtype": x.meta["val"].dtype}
-        count = _call(graph, aten.sum.default, counted)
+        count = _call(graph, aten.sum.default, _cast(graph, valid, x.meta["val"].dtype))
         loss = _call(graph, aten.sum.default, each)
         loss = _call(graph, aten.div.Tensor, loss, count) if reduction == 1 else loss
     for user in list(node.users):
@@ -106,13 +139,31 @@ def _backward(graph: fx.Graph, node: fx.Node, x: fx.Node, lse: fx.Node) -> None:
     with graph.inserting_before(node):
         valid, column = _rows(graph, target, ignored)  # type: ignore[arg-type]
         columns = graph.call_function(aten.arange.default, (value.shape[1],), {"device": value.device})
-        hit = graph.call_function(aten._to_copy.default, (_call(graph, aten.eq.Tensor, columns, column),))
-        hit.kwargs = {"dtype": value.dtype}
+        hit = _cast(graph, _call(graph, aten.eq.Tensor, columns, column), value.dtype)
         share = _call(graph, aten.exp.default, _call(graph, aten.sub.Tensor, x, lse))
         scale = _call(graph, aten.div.Tensor, grad, count) if reduction == 1 else grad
         scale = _call(graph, aten.where.self, valid, scale, _call(graph, aten.zeros_like.default, scale))
         difference = _call(graph, aten.sub.Tensor, share, hit)
-        found = _call(graph, aten.mul.Tensor, difference, _call(graph, aten.unsqueeze.default, scale, 1))
+        scale = _kept(graph, _call(graph, aten.unsqueeze.default, scale, 1), x)
+        found = _call(graph, aten.mul.Tensor, difference, scale)
+        for pad in _pads_of(node, value):
+            pad.replace_all_uses_with(_cast(graph, found, pad.meta["val"].dtype))
+        if value.shape != node.meta["val"].shape:
+            found = _call(graph, aten.slice.Tensor, found, 1, 0, node.meta["val"].shape[1])
     node.replace_all_uses_with(found)
     graph.erase_node(node)
     graph.erase_node(zeros)
+
+
+def _pads_of(node: fx.Node, wide: torch.Tensor, casts: int = 0) -> list[fx.Node]:
+    """The pads that give a gradient, or a view or one cast of it, the rows `wide` of the logits."""
+    found: list[fx.Node] = []
+    more = wide.shape[1] - node.meta["val"].shape[-1]
+    for user in node.users:
+        if user.target in CHAIN:
+            more_casts = casts + (user.target is aten._to_copy.default)
+            found += _pads_of(user, wide, more_casts) if more_casts < 2 else []
+        elif user.target is aten.constant_pad_nd.default and user.meta["val"].shape == wide.shape:
+            behind = user.args[1] in ([0, more], [0, more, 0, 0]) and not any(user.args[2:])
+            found += [user] if behind else []
+    return found

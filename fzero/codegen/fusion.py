@@ -1,14 +1,8 @@
 """fusion: the stretches of a segment that a compiler makes faster than aten, each as one call.
 
-1. A node is *fusible* where it is a loop over elements: pointwise ops, reductions, norms, softmax, losses, lookups,
-   copies. Matrix products, attention, convolutions, draws, scatters and fzero's own kernels stay as they are. Outside a
-   stretch they are as fast, write into given memory without a copy, and keep their bits.
-2. Consecutive fusible nodes make a *stretch*. Views are no border: they are made again on either side of one. The order
-   of the other ops does not change. So the peak changes only by the values that the stretch no longer makes.
-3. A stretch of which two or more ops compute something becomes a `Fused` node. On CUDA one op is enough, if aten would
-   copy its result, as a norm's, or if it packs several values into one, which are then copied. It is a graph that reads
-   its inputs and writes its results into given memory. It is compiled once for each hash. On the processor one op alone
-   gains little (docs/compile.md).
+A stretch (clusters.py) becomes a `Fused` node: a graph that reads its inputs and writes its results into given memory.
+It is compiled once for each hash. Views are made again on either side of one. The other ops keep their order, but for
+loops that move where no more memory is held (neighbours.py).
 
     m = mm(x, w);  a = add(r, m);  n = layer_norm(a, g, b);  q = mm(n, u)
     becomes   m = mm(x, w);  a, n, mean, rstd = fused(r, m, g, b);  q = mm(n, u)
@@ -23,24 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import backend
-from fzero._torch_compat import function_schema, inductor_rounds
-from fzero.codegen import out_forms
+from fzero._torch_compat import function_schema
+from fzero.codegen import clusters
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import Op
-from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import HOST, Ref
 
-aten = torch.ops.aten
-PACKS = frozenset({aten.stack.default, aten.cat.default})
 AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it the time is not in the loops
-
-_LOW = (torch.bfloat16, torch.float16)
-_DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool}
-    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
-)
 
 
 class Fused:
@@ -150,83 +134,13 @@ def fused(
     for dest, read in same.items():
         holders[read].replace_all_uses_with(holders[dest])
     for node in graph.nodes:
-        if fx_nodes.mutated(node) and is_fusible(node):  # its value is the memory that it wrote
+        if fx_nodes.mutated(node) and clusters.is_fusible(node):  # its value is the memory that it wrote
             node.replace_all_uses_with(fx_nodes.mutated(node)[0])
     stretches: dict[str, Fused] = {}
-    for stretch in [s for s in _stretches(graph) if _moved(s) >= min_bytes]:
+    for stretch in [s for s in clusters.stretches(graph) if _moved(s) >= min_bytes]:
         call = _replace(graph, stretch, {**(known or {}), **stretches})
         stretches[call.digest] = call
     return segments.module(graph) if stretches else None, stretches
-
-
-def is_fusible(node: fx.Node) -> bool:
-    """Whether a node is a loop over elements that a compiler may fuse with others."""
-    if node.target is operator.getitem:
-        return is_fusible(fx_nodes.operand(node))
-    schema = fx_nodes.schema(node)
-    how = of(node.target).fusion or (_packs(node) and "move")
-    if schema is None or not how:
-        return False
-    values = [t for n in (node, *node.all_input_nodes) for t in fx_values.tensors(n.meta.get("val"))]
-    devices = {t.device.type for t in values}
-    if len(devices) != 1 or any(t.dtype not in _DTYPES or t.numel() == 0 for t in values):
-        return False
-    if any(t.dtype in _LOW for t in values) and not inductor_rounds(*devices):
-        return False
-    tags = node.target.tags  # type: ignore[union-attr]
-    if torch.Tag.nondeterministic_seeded in tags or (devices == {"cpu"} and how == "not on cpu" and not _is_tanh(node)):
-        return False
-    return not schema.is_mutable or all(fx_nodes.base(d).op == "placeholder" for d in fx_nodes.mutated(node))
-
-
-def _is_tanh(node: fx.Node) -> bool:
-    return node.kwargs.get("approximate") == "tanh"
-
-
-def _stretches(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Maximal runs of fusible nodes of which two or more compute something, or one whose result aten would copy."""
-    runs: list[list[fx.Node]] = [[]]
-    for node in graph.nodes:
-        if not fx_nodes.is_compute(node) or _is_aten_view(node):
-            continue
-        if is_fusible(node):
-            runs[-1].append(node)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if sum(_computes(n) for n in run) > 1 or any(_is_copied(n) or _packs(n) for n in run)]
-
-
-def _is_aten_view(node: fx.Node) -> bool:
-    """Whether a node is a view that a compiler knows; `fzero.strided` is not, and ends a stretch."""
-    return fx_nodes.is_view(node) and node.target is not torch.ops.fzero.strided.default
-
-
-def _computes(node: fx.Node) -> bool:
-    """Whether a node counts as work.
-
-    Casts and copies are not counted: ZeRO stages differ in them, and every stage must make the same fusion decision.
-    Packing several values into one is the step's own.
-    """
-    if node.target is operator.getitem:
-        return False
-    return of(node.target).fusion != "move" and (bool(of(node.target).fusion) or _packs(node))
-
-
-def _packs(node: fx.Node) -> bool:
-    """Whether a node packs several values into one on a device: a compiler writes what is made of it in one pass."""
-    return node.target in PACKS and _on_device(node)
-
-
-def _on_device(node: fx.Node) -> bool:
-    """Whether a node's kernels are launched on a device, where each copy is a pass over memory of its own."""
-    return backend.of(fx_values.tensors(node.meta["val"])[0].device).on_streams
-
-
-def _is_copied(node: fx.Node) -> bool:
-    """Whether aten would copy the results of an op, on a device where a copy is a kernel and a pass over memory."""
-    if node.target is operator.getitem or not _computes(node) or not fx_values.results(node):
-        return False
-    return _on_device(node) and not (out_forms.special_form(node) or out_forms.form_of(node))
 
 
 def _moved(stretch: Sequence[fx.Node]) -> int:
@@ -290,7 +204,7 @@ def _body(stretch: Sequence[fx.Node], results: Sequence[fx.Node]) -> tuple[fx.Gr
         if node in seen:
             return
         seen.add(node)
-        if node in inside or _is_aten_view(node):
+        if node in inside or clusters.is_aten_view(node):
             for operand in node.all_input_nodes:
                 visit(operand)
             order.append(node)

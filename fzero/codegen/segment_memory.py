@@ -15,6 +15,7 @@ from torch import fx
 
 from fzero.codegen import inplace, out_forms, tiling
 from fzero.codegen.fusion import Fused
+from fzero.codegen.handed import handed
 from fzero.codegen.widened import is_widened
 from fzero.codegen.workspace import workspace_bytes
 from fzero.errors import VerifyError
@@ -36,6 +37,7 @@ class SegmentMemory:
     heap: the most bytes that kernels ask the allocator for at one node.
     chains: those that run tile by tile, by their last node.
     tiled: the nodes of chains before the last. Their values are never whole.
+    handed: the results that their one reader takes where the op left them (`fzero.codegen.handed`).
     """
 
     outputs: tuple[fx_values.Value, ...]
@@ -45,6 +47,7 @@ class SegmentMemory:
     heap: int
     chains: Mapping[fx.Node, tiling.Chain]
     tiled: Collection[fx.Node]
+    handed: frozenset[fx_values.Value]
 
 
 def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> SegmentMemory:
@@ -65,7 +68,8 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
     lives = values.lives
     for chain in chains:
         lives = _at_the_last(chain, lives, position)
-    lives = {key: life for key, life in lives.items() if not is_widened(key[0])}
+    taken = handed(gm)
+    lives = {key: life for key, life in lives.items() if not is_widened(key[0]) and key not in taken}
     values = fx_values.Values(lives, values.outputs)
     tiled = {node for chain in chains for node in chain.nodes[:-1]}
     homes = inplace.homes(gm, values, apart, tiled)
@@ -78,7 +82,8 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
     offsets, nbytes = pack(list(held.values()))
     heap = max((heap_bytes(node) for node in gm.graph.nodes if fx_nodes.is_compute(node)), default=0)
     by_last = {chain.last: chain for chain in chains}
-    return SegmentMemory(values.outputs, homes, dict(zip(held, offsets, strict=True)), nbytes, heap, by_last, tiled)
+    places = dict(zip(held, offsets, strict=True))
+    return SegmentMemory(values.outputs, homes, places, nbytes, heap, by_last, tiled, taken)
 
 
 def _at_the_last(chain: tiling.Chain, lives: Lives, position: Mapping[fx.Node, int]) -> Lives:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from fzero import backend
 from fzero._torch_compat import inductor_count
-from fzero.codegen import inplace, out_forms, segment_memory
+from fzero.codegen import inplace, out_forms, own_kernels, segment_memory
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
 from fzero.codegen.widened import is_widened
@@ -141,7 +141,12 @@ def counted_by_inductor(program: Program, how: str) -> dict[str, tuple[int, int]
     calls = backend.CUDA.calls
     if calls.available() or not calls.traceable():
         raise FzeroError("Inductor's code for CUDA is counted in a process of `fzero fake-cuda SCRIPT`: start it so")
-    return {digest: _by_inductor(cluster.graph) for digest, cluster in fuse(program, how)[1].items()}
+    left = {
+        digest: cluster.graph
+        for digest, cluster in fuse(program, how)[1].items()
+        if own_kernels.kernel_for(cluster.graph) is None
+    }
+    return {digest: _by_inductor(graph) for digest, graph in left.items()}
 
 
 def _by_inductor(gm: fx.GraphModule) -> tuple[int, int]:
@@ -164,7 +169,7 @@ def _of_segment(
         if isinstance(node.target, Fused):
             yield _of_cluster(node, counted)
         elif not _lies_there(node, plan) and not is_widened(node):
-            work = _with_copies(node, work_of(node))
+            work = _with_copies(node, work_of(node), plan.handed)
             yield replace(work, read=work.read - sum(_not_read(n) for n in node.all_input_nodes))
 
 
@@ -175,6 +180,8 @@ def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> CallWo
     if cluster.digest in counted:
         kernels, nbytes = counted[cluster.digest]
         return replace(work, kernels=kernels, read=nbytes - work.written)
+    if own_kernels.kernel_for(cluster.graph) is not None:
+        return replace(work, kernels=2)  # the second one adds up partial sums
     inside = [n for n in cluster.graph.graph.nodes if fx_nodes.is_compute(n)]
     reductions = sum(of(n.target).fusion == "loop" and not fx_nodes.is_pointwise(n) for n in inside)
     return replace(work, kernels=max(1, reductions))
@@ -196,11 +203,11 @@ def _lies_there(node: fx.Node, plan: segment_memory.SegmentMemory) -> bool:
     return {plan.homes.get(key) for key in fx_values.memory(fx_nodes.operand(node, 1))} == {into}
 
 
-def _with_copies(node: fx.Node, work: CallWork) -> CallWork:
-    """The work with that of copying results which the op cannot write to their places."""
+def _with_copies(node: fx.Node, work: CallWork, handed: Collection[fx_values.Value]) -> CallWork:
+    """The work with that of copying results which the op cannot write to their places, but for those handed on."""
     if fx_nodes.mutated(node) or out_forms.special_form(node) or out_forms.form_of(node):
         return work
-    results = fx_values.results(node)
+    results = [(index, value) for index, value in fx_values.results(node) if (node, index) not in handed]
     if isinstance(node.meta.get("val"), (tuple, list)):
         used = {user.args[1] for user in node.users}
         results = [(index, value) for index, value in results if index in used]

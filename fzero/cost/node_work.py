@@ -74,7 +74,7 @@ def work_of(node: fx.Node) -> CallWork:
             _in_memory(x) for x in fx_values.tensors(fx_nodes.operand(node, LOOKUPS[node.target]).meta.get("val"))
         )
     width = written[0].element_size() if written else 4
-    return CallWork(kind, 2 if kind == "update" else 1, read, done, 0, work, width, product)
+    return CallWork(kind, 1, read, done, 0, work, width, product)
 
 
 def kind_of(node: fx.Node) -> str:

@@ -156,7 +156,8 @@ ROWS: dict[str, OpInfo] = {
     "aten.zeros_like": OpInfo(pointwise=True, of_shape="aten.zeros.default", fusion="move"),
     "aten.ones_like": OpInfo(pointwise=True, of_shape="aten.ones.default", fusion="move"),
     "aten.full_like": OpInfo(pointwise=True, of_shape="aten.full.default", fusion="move"),
-    "aten.empty_like": OpInfo(pointwise=True, of_shape="aten.empty.memory_format"),
+    "aten.empty_like": OpInfo(pointwise=True, of_shape="aten.empty.memory_format", fusion="move"),
+    "aten.fill": OpInfo(fusion="move"),
     **rows("full zeros ones", OpInfo(fusion="move")),
     **rows("arange scalar_tensor", OpInfo(fusion="loop")),
     # views

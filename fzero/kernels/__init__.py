@@ -9,6 +9,7 @@
 | `cast`     | cast and scale                                               | 6 to or from 16 bits |
 | `codec_kernels` | block codecs: int8 and fp8, int4, signs; and back; a sum of messages | 5.06, 4.56, 4.19 |
 | `block_sparse` | attention over blocks of pairs, and its backward               | |
+| `row_sums` | gradients whose rows are added up in the pass that makes them    | |
 | `philox`   | random numbers                                               | 4 |
 
 `fzero.ir.op_info.kernel_for` returns the kernel that can replace an operator.
@@ -76,6 +77,10 @@ def _fits_one(x: Any, *rest: Any) -> bool:
     return _flat(x) and x.dtype in FLOATS
 
 
+def _fits_scalars(count: Any, lr: Any, *rest: Any) -> bool:
+    return all(backend.of(x.device).has_kernels for x in (count, lr))
+
+
 def _fits_messages(messages: Any, *rest: Any) -> bool:
     has_kernels = backend.of(messages.device).has_kernels
     return has_kernels and messages.stride(-1) == 1 and messages.dtype is torch.uint8  # rows may be apart
@@ -95,6 +100,7 @@ KERNELS: dict[str, Kernel] = {
     "fzero.adamw.default": Kernel("adamw", "adamw", _fits_adamw),
     "fzero.adamw8_.default": Kernel("adam8_kernel", "adamw8_", _fits_adamw8),
     "fzero.adamw8.default": Kernel("adam8_kernel", "adamw8", _fits_adamw8),
+    "fzero.bias_corrections.default": Kernel("hyper", "bias_corrections", _fits_scalars),
     "fzero.stochastic_round.default": Kernel("round", "stochastic_round", _fits_one),
     "fzero.sum_squares.default": Kernel("flat_norms", "sum_squares", _fits_one),
     "fzero.block_sparse_attention.out": Kernel("block_sparse", "attention_out", _fits_sparse),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fzero.kernels import hyper
 from fzero.kernels._triton import FLOATS, check, exact, jit, largest, narrow, nearest, tl, wide
-from fzero.kernels.hyper import number
+from fzero.kernels.hyper import number, shrink
 
 BLOCK = 64
 ROWS = 16  # blocks of a program
@@ -95,8 +95,8 @@ def _draw(p, g, key):  # type: ignore[no-untyped-def]
 
 @jit
 def _adam8_kernel(  # type: ignore[no-untyped-def]
-    new_param, new_mu, new_mu_scales, new_nu, new_nu_scales, param, grad, mu, mu_scales, nu, nu_scales, words, size,
-    beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    new_param, new_mu, new_mu_scales, new_nu, new_nu_scales, param, grad, mu, mu_scales, nu, nu_scales, count, lr,
+    rate, root, size, beta1, rest1, beta2, rest2, eps, DECAY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Does the step for ROWS blocks of BLOCK elements."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -110,11 +110,11 @@ def _adam8_kernel(  # type: ignore[no-untyped-def]
     v = _fourth(tl.load(nu + index, inside, 0).to(tl.float32)) * tl.load(nu_scales + row, whole, 0.0)[:, None]
     m = m * beta1 + g * rest1
     v = v * beta2 + (g * g) * rest2
-    key = lane.to(tl.uint32) * 0x9E3779B1 + tl.load(words + 6).to(tl.uint32, bitcast=True) * 0x85EBCA6B
+    key = lane.to(tl.uint32) * 0x9E3779B1 + tl.load(count).to(tl.uint32) * 0x85EBCA6B
     draw = _draw(p, g, key[None, :])
-    root = tl.sqrt_rn(v)
-    below = tl.div_rn(root, tl.zeros_like(root) + number(words, 1)) + eps
-    p = p * number(words, 3) - tl.div_rn(m, below) * number(words, 0)
+    size_v = tl.sqrt_rn(v)
+    below = tl.div_rn(size_v, tl.zeros_like(size_v) + number(root)) + eps
+    p = p * (1 - shrink(lr, DECAY)).to(tl.float32) - tl.div_rn(m, below) * number(rate)
     tl.store(new_param + index, narrow(p, new_param.dtype.element_ty), inside)
     codes, scale = _encode_mu(m)
     tl.store(new_mu + index, codes, inside)
@@ -140,13 +140,16 @@ def adamw8_(
     beta2: float,
     eps: float,
     weight_decay: float,
+    rate: Tensor | None = None,
+    root: Tensor | None = None,
     *,
     out: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     """One step in place on `param`, `mu`, `mu_scales`, `nu` and `nu_scales` (or into `out`).
 
     `param` and `grad` are contiguous, of one size, float32, bfloat16 or float16; `mu` (int8) and `nu` (uint8) of that
-    size; scales float32, one for each 64 elements. `count` (from 1) and `lr` are 0-d. Raises ValueError and TypeError.
+    size; scales float32, one for each 64 elements. `count` (from 1) and `lr` are 0-d. `rate` and `root` are the
+    step's `hyper.bias_corrections`; without them they are made here. Raises ValueError and TypeError.
     """
     size, where = param.numel(), "adamw8"
     moments, names = (mu, mu_scales, nu, nu_scales), ("mu", "mu_scales", "nu", "nu_scales")
@@ -160,9 +163,12 @@ def adamw8_(
     check(where, "grad", grad, param, FLOATS, size)
     if size == 0:
         return
-    words = hyper.hyper(param.device, count, lr, beta1, beta2, weight_decay)
-    args = (*new, param, grad, *moments, words, size, beta1, 1 - beta1, beta2, 1 - beta2, eps)
-    exact(_adam8_kernel, -(-size // (BLOCK * ROWS)), param.device, *args, BLOCK=BLOCK, ROWS=ROWS)
+    here = param.device
+    count, lr = hyper.scalar("count", count, here), hyper.scalar("lr", lr, here)
+    if rate is None or root is None:
+        rate, root = hyper.bias_corrections(count, lr, beta1, beta2)
+    args = (*new, param, grad, *moments, count, lr, rate, root, size, beta1, 1 - beta1, beta2, 1 - beta2, eps)
+    exact(_adam8_kernel, -(-size // (BLOCK * ROWS)), here, *args, DECAY=weight_decay, BLOCK=BLOCK, ROWS=ROWS)
 
 
 def adamw8(

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from fzero.kernels import hyper
 from fzero.kernels._triton import FLOATS, check, exact, jit, narrow, tl, wide
-from fzero.kernels.hyper import keys, number
-from fzero.kernels.round import stochastic
+from fzero.kernels.hyper import factor, inverse, number, shrink
+from fzero.kernels.round import seed_keys, stochastic
 
 BLOCK = 1024
 
@@ -74,9 +74,9 @@ def adamw_reference(
 
 
 @jit
-def _rounded(x, words, which: tl.constexpr, dtype: tl.constexpr, RANDOM: tl.constexpr):  # type: ignore[no-untyped-def]
-    if RANDOM:
-        key1, key2 = keys(words, which)
+def _rounded(x, seed, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    if seed is not None:
+        key1, key2 = seed_keys(tl.load(seed))
         return stochastic(x, key1, key2)
     else:
         return narrow(x, dtype)
@@ -84,27 +84,26 @@ def _rounded(x, words, which: tl.constexpr, dtype: tl.constexpr, RANDOM: tl.cons
 
 @jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
-    new_param, new_mu, new_nu, copy, param, grad, mu, nu, skip, words, size, beta1, rest1, beta2, rest2, eps, decay,
-    DECOUPLED: tl.constexpr, RANDOM_P: tl.constexpr, RANDOM_M: tl.constexpr, RANDOM_V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    new_param, new_mu, new_nu, copy, param, grad, mu, nu, lr, rate, root, scale, clip, skip, seed_p, seed_m, seed_v,
+    size, beta1, rest1, beta2, rest2, eps, decay, DECAY: tl.constexpr, DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Does the step for BLOCK elements."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < size
     old_p, old_m = tl.load(param + index, inside, 0.0), tl.load(mu + index, inside, 0.0)
     old_v, g = tl.load(nu + index, inside, 0.0), tl.load(grad + index, inside, 0.0)
-    p, g = wide(old_p), wide(g) * number(words, 5)
+    p, g = wide(old_p), wide(g) * factor(scale, clip)
     if not DECOUPLED:
         g = g + decay * p
     m = beta1 * wide(old_m) + rest1 * g
     v = beta2 * wide(old_v) + rest2 * g * g
-    step = tl.div_rn(number(words, 0) * m, tl.sqrt_rn(v) * number(words, 2) + eps)
+    step = tl.div_rn(number(rate) * m, tl.sqrt_rn(v) * inverse(root) + eps)
     if DECOUPLED:
-        step = number(words, 4) * p + step
+        step = shrink(lr, DECAY).to(tl.float32) * p + step
     p = p - step
-    p_out = _rounded(p, words, 0, new_param.dtype.element_ty, RANDOM_P)
-    m_out = _rounded(m, words, 1, new_mu.dtype.element_ty, RANDOM_M)
-    v_out = _rounded(v, words, 2, new_nu.dtype.element_ty, RANDOM_V)
+    p_out = _rounded(p, seed_p, new_param.dtype.element_ty)
+    m_out = _rounded(m, seed_m, new_mu.dtype.element_ty)
+    v_out = _rounded(v, seed_v, new_nu.dtype.element_ty)
     if skip is not None:
         keep = tl.load(skip) != 0
         p_out, m_out, v_out = tl.where(keep, old_p, p_out), tl.where(keep, old_m, m_out), tl.where(keep, old_v, v_out)
@@ -130,6 +129,8 @@ def adamw_(
     eps: float,
     weight_decay: float,
     decoupled: bool = True,
+    rate: Tensor | None = None,
+    root: Tensor | None = None,
     *,
     scale: Tensor | None = None,
     clip: Tensor | None = None,
@@ -141,10 +142,11 @@ def adamw_(
     """Does one step in place on `param`, `mu` and `nu` (or into `out`).
 
     The four tensors are contiguous, of one size, each of float32, bfloat16 or float16; `out` has their dtypes. `count`
-    (this step's number, from 1) and `lr` are 0-d (`lr` may be a number). `scale` divides and `clip` multiplies the
-    gradient. If `skip` is not zero, nothing changes. These three are 0-d and on the device, so nothing synchronises.
-    `copy` (bfloat16 or float16) gets the new parameter. `seeds` round bfloat16 tensors at random. Raises ValueError and
-    TypeError for arguments that do not fit.
+    (this step's number, from 1) and `lr` are 0-d (`lr` may be a number). `rate` and `root` are the step's
+    `hyper.bias_corrections`; without them they are made here. `scale` divides and `clip` multiplies the gradient. If
+    `skip` is not zero, nothing changes. These are 0-d and on the device, so nothing synchronises. `copy` (bfloat16 or
+    float16) gets the new parameter. `seeds` round bfloat16 tensors at random. Raises ValueError and TypeError for
+    arguments that do not fit.
     """
     new = (param, mu, nu) if out is None else out
     size, where = param.numel(), "adamw"
@@ -160,11 +162,18 @@ def adamw_(
         check(where, "skip", skip, param, (torch.bool, torch.float32, torch.int32), 1)
     if size == 0:
         return
-    words = hyper.hyper(param.device, count, lr, beta1, beta2, weight_decay, scale=scale, clip=clip, seeds=seeds)
-    random = {f"RANDOM_{letter}": seed is not None for letter, seed in zip("PMV", seeds, strict=True)}
+    here = param.device
+    lr, scales = (
+        hyper.scalar("lr", lr, here),
+        [s if s is None else hyper.scalar("scale", s, here) for s in (scale, clip)],
+    )
+    keys = [seed if seed is None else hyper.scalar("a seed", seed, here, torch.int64) for seed in seeds]
+    if rate is None or root is None:
+        rate, root = hyper.bias_corrections(hyper.scalar("count", count, here), lr, beta1, beta2)
+    args = (*new, copy, param, grad, mu, nu, lr, rate, root, *scales, skip, *keys, size)
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
-    args = (*new, copy, param, grad, mu, nu, skip, words, size, *numbers)
-    exact(_adamw_kernel, -(-size // BLOCK), param.device, *args, DECOUPLED=decoupled, **random, BLOCK=BLOCK)
+    options: dict[str, Any] = {"DECAY": weight_decay, "DECOUPLED": decoupled, "BLOCK": BLOCK}
+    exact(_adamw_kernel, -(-size // BLOCK), here, *args, *numbers, **options)
 
 
 def adamw(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *hyper: Any) -> tuple[Tensor, Tensor, Tensor]:

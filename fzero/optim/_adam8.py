@@ -43,7 +43,7 @@ from fzero import backend
 from fzero.ir import fx_nodes, op_info
 from fzero.ir.op_info import OpInfo
 from fzero.ir.records import ALIGN
-from fzero.optim._ops import _op
+from fzero.optim._ops import CORRECTIONS, _op
 
 BLOCK = ALIGN  # elements; where every leaf of a bucket begins
 CHUNK = 32_768  # elements at a time on the CPU, so that the buffers stay in the cache
@@ -57,7 +57,7 @@ __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it 
 
 @_op(
     "(Tensor(a!) param, Tensor grad, Tensor(b!) mu, Tensor(c!) mu_scales, Tensor(d!) nu, Tensor(e!) nu_scales, "
-    f"{_HYPER}) -> ()",
+    f"{_HYPER}, {CORRECTIONS}) -> ()",
     mutates=("param", "mu", "mu_scales", "nu", "nu_scales"),
     pointwise=False,
 )
@@ -74,12 +74,15 @@ def adamw8_(
     beta2: float,
     eps: float,
     weight_decay: float,
+    rate: Tensor | None = None,
+    root: Tensor | None = None,
 ) -> None:
     """One AdamW step in place on `param`, `mu`, `mu_scales`, `nu` and `nu_scales`.
 
     `param` and `grad` share shape and dtype (floating); `mu` (int8) and `nu` (uint8) have that shape; the scales are
     float32 of shape (ceil(numel / 64),). `count` is the number of this step counted from 1 (scalar int64); `lr` is 0-d
-    float64. Any shape, empty included. Raises `ValueError` for shapes and `TypeError` for dtypes that do not fit.
+    float64. Any shape, empty included. `rate` and `root` are the step's `bias_corrections`, which only the kernel of
+    `fzero.kernels` reads. Raises `ValueError` for shapes and `TypeError` for dtypes that do not fit.
 
     >>> p, m, v = torch.ones(3), torch.zeros(3, dtype=torch.int8), torch.zeros(3, dtype=torch.uint8)
     >>> one, lr = torch.tensor(1), torch.tensor(0.1, dtype=torch.float64)
@@ -104,7 +107,7 @@ def adamw8_(
 
 @_op(
     "(Tensor param, Tensor grad, Tensor mu, Tensor mu_scales, Tensor nu, Tensor nu_scales, "
-    f"{_HYPER}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{_HYPER}, {CORRECTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     pointwise=False,
 )
 def adamw8(

@@ -4,6 +4,7 @@
 |---|---|---|
 | `fzero::adamw`       | new (param, mu, nu) of one Adam step                          | pointwise |
 | `fzero::adamw_`      | the same in place, one pass over memory in aten's fused kernel | pointwise |
+| `fzero::bias_corrections` | what kernels read of step number and learning rate, once a step | |
 | `fzero::delta`       | `new - old`                                                   | pointwise |
 | `fzero::apply_delta` | `old + delta`                                                 | pointwise |
 | `fzero::sum_squares` | sum of squares, accumulated in float64                        |           |
@@ -40,6 +41,7 @@ from fzero.ir import fx_nodes, op_info
 from fzero.ir.op_info import OpInfo
 
 _HYPER = "Tensor count, Tensor lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled"
+CORRECTIONS = "Tensor? rate=None, Tensor? root=None"
 PIECE = 65_536  # elements at a time on the CPU
 
 __test__: dict[str, str] = {}  # doctest does not look inside a CustomOpDef: it finds their examples here
@@ -59,7 +61,10 @@ def _op(
     return register
 
 
-@_op(f"(Tensor(a!) param, Tensor grad, Tensor(b!) mu, Tensor(c!) nu, {_HYPER}) -> ()", mutates=("param", "mu", "nu"))
+@_op(
+    f"(Tensor(a!) param, Tensor grad, Tensor(b!) mu, Tensor(c!) nu, {_HYPER}, {CORRECTIONS}) -> ()",
+    mutates=("param", "mu", "nu"),
+)
 def adamw_(
     param: Tensor,
     grad: Tensor,
@@ -72,13 +77,16 @@ def adamw_(
     eps: float,
     weight_decay: float,
     decoupled: bool,
+    rate: Tensor | None = None,
+    root: Tensor | None = None,
 ) -> None:
     """One Adam step in place on `param`, `mu` and `nu`, with aten's fused kernel; on CUDA with fzero's own
     (`fzero.kernels.adamw`), if Triton is installed and the four are contiguous.
 
     All four share shape, dtype (floating) and device; any shape, empty included. A narrower `grad` is cast. `count` is
     this step's number, from 1 (scalar int64); `lr` is scalar float64. `decoupled` chooses AdamW's weight decay over the
-    L2 term. Strides may be any; if the four differ, the step goes through contiguous copies.
+    L2 term. Strides may be any; if the four differ, the step goes through contiguous copies. `rate` and `root`
+    are the step's `bias_corrections`, which fzero's kernel reads; without them it makes them.
 
     Raises `ValueError` for shapes that differ and `TypeError` for dtypes that differ.
 
@@ -98,18 +106,18 @@ def adamw_(
         else None
     )
     if kernel is not None:
-        kernel(param, grad, mu, nu, count, lr, *numbers)
+        kernel(param, grad, mu, nu, count, lr, *numbers, rate, root)
         return
     tensors = [param, grad.to(param.dtype), mu, nu]
     if not _one_layout(tensors):  # aten's kernel walks raw memory: unlike strides would pair the wrong elements
         tensors = [t.contiguous().view(-1) for t in tensors]
-    rate: Any = lr.item() if param.is_cpu else lr.to(param.device, torch.float32)
+    step_size: Any = lr.item() if param.is_cpu else lr.to(param.device, torch.float32)
     step = fused_adamw_ if decoupled else fused_adam_
     step(
         *([t] for t in tensors),  # type: ignore[call-overload]
         [],
         [count.to(param.device, torch.float32)],
-        lr=rate,
+        lr=step_size,
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
@@ -122,7 +130,7 @@ def adamw_(
             target.copy_(result.view(target.shape))
 
 
-@_op(f"(Tensor param, Tensor grad, Tensor mu, Tensor nu, {_HYPER}) -> (Tensor, Tensor, Tensor)")
+@_op(f"(Tensor param, Tensor grad, Tensor mu, Tensor nu, {_HYPER}, {CORRECTIONS}) -> (Tensor, Tensor, Tensor)")
 def adamw(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *hyper: Any) -> tuple[Tensor, Tensor, Tensor]:
     """One Adam step as a pure function: the new `(param, mu, nu)`; arguments and errors as in `adamw_`.
 
@@ -134,6 +142,27 @@ def adamw(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *hyper: Any) -> t
     new = param.clone(), mu.clone(), nu.clone()
     adamw_(new[0], grad, new[1], new[2], *hyper)
     return new
+
+
+@_op("(Tensor count, Tensor lr, float beta1, float beta2) -> (Tensor, Tensor)", pointwise=False)
+def bias_corrections(count: Tensor, lr: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    """(lr / (1 - beta1^count), sqrt(1 - beta2^count)), scalar float64. `count` is scalar int64, `lr` scalar float64.
+
+    >>> bias_corrections(torch.tensor(1), torch.tensor(0.1, dtype=torch.float64), 0.5, 0.75)
+    (tensor(0.2000, dtype=torch.float64), tensor(0.5000, dtype=torch.float64))
+    """
+    kernel = op_info.kernel_for(torch.ops.fzero.bias_corrections.default, count, lr)
+    if kernel is not None:
+        rate, root = kernel(count, lr, beta1, beta2)
+        return rate, root
+    t = count.to(torch.float64)
+    return lr / (1 - beta1**t), (1 - beta2**t).sqrt()
+
+
+def corrections(count: Tensor, lr: Tensor, beta1: float, beta2: float) -> tuple[Tensor, ...]:
+    """The last operands of `adamw` and `adamw8`: one `bias_corrections` for all leaves, if fzero's kernels run on the
+    device. aten's kernel makes its own."""
+    return bias_corrections(count, lr, beta1, beta2) if backend.of(count.device).has_kernels else ()
 
 
 @_op("(Tensor new, Tensor old) -> Tensor")
@@ -201,6 +230,11 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_step(param, grad, mu, nu, count, lr)
     return torch.empty_like(param), torch.empty_like(mu), torch.empty_like(nu)
+
+
+@bias_corrections.register_fake
+def _(count: Tensor, lr: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    return lr.new_empty(()), lr.new_empty(())
 
 
 @delta.register_fake

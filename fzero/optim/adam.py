@@ -149,6 +149,7 @@ def _adam(
         old, grad, mu, nu = (kind.wide(tensors, old) for tensors in (old, grad, mu, nu))
         t = count if corrected else torch.full_like(count, ENDLESS)
         now = _Scalars.of(beta1, beta2, state.count, t, rate) if cycled else None
+        corrections = () if callable(beta1) or callable(beta2) else _ops.corrections(t, rate, beta1, beta2)
         stepped, shrink = [], rate * decay  # one scalar for all leaves, or their work would not be one op on a mesh
         for p, g, m, v, chosen in zip(old, grad, mu, nu, selected(where, mask, params), strict=True):
             literal = 0.0 if cycled or isinstance(decay, Tensor) or not chosen else decay
@@ -157,7 +158,7 @@ def _adam(
             if now is not None:
                 stepped.append(now.stepped(p, g, m, v, eps))
             else:
-                stepped.append(_ops.adamw(p, g, m, v, t, rate, beta1, beta2, eps, literal, decoupled))
+                stepped.append(_ops.adamw(p, g, m, v, t, rate, beta1, beta2, eps, literal, decoupled, *corrections))
         new, mu, nu = ([triple[i] for triple in stepped] for i in range(3))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
         mu, nu = kind.stored(mu, count + _moments.FIRST), kind.stored(nu, count + _moments.SECOND)

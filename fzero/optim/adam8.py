@@ -84,11 +84,12 @@ def adamw8bit(
             )
         count, rate = state.count + 1, schedule(state.count)
         old, grad = kind.wide(old, old), kind.wide(grad, old)
+        corrections = _ops.corrections(count, rate, beta1, beta2)
         stepped, shrink = [], rate * decay
         for p, g, chosen, *own in zip(old, grad, selected(where, mask, params), *moments, strict=True):
             literal = decay if isinstance(decay, float) and chosen else 0.0
             p = shrunk(p, shrink) if isinstance(decay, Tensor) and chosen else p  # the op takes a Python number alone
-            stepped.append(_adam8.adamw8(p, g, *own, count, rate, beta1, beta2, eps, literal))
+            stepped.append(_adam8.adamw8(p, g, *own, count, rate, beta1, beta2, eps, literal, *corrections))
         new, *columns = ([result[i] for result in stepped] for i in range(5))
         updates = [_ops.delta(n, p) for n, p in zip(new, old, strict=True)]
         trees = [tree.unflatten(structure, column) for column in columns]

@@ -8,7 +8,8 @@
 3. All ranks agree, stretch by stretch. A stretch that failed anywhere stays aten everywhere. So no two ranks differ in
    rounding, and none waits for another. A stretch that is not compiled runs as aten; one log line gives the reason.
 
-A cross entropy is compiled by rows (cross_entropy.py).
+A cross entropy is compiled by rows (cross_entropy.py). What fzero has a kernel of its own for is not compiled
+(own_kernels.py).
 
 Cost: about a second of a core for each unique stretch the first time, about ten milliseconds from the cache.
 """
@@ -31,8 +32,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import private_folder, progress
+from fzero import backend, private_folder, progress
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
+from fzero.codegen import own_kernels
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
 from fzero.comm.agree import gathered
@@ -59,11 +61,20 @@ def compiled(
     ranks call it with one program. `group` carries CPU tensors.
     """
     segments, pool = fuse(program, how)
-    errors = _compile_all(list(pool.values()), torch.device(device), rank, world_size, group)
+    device = torch.device(device)
+    errors = _compile_all([s for s in pool.values() if not _has_kernel(s, device)], device, rank, world_size, group)
     if errors:
         first = next(filter(None, errors.values()), "on another rank")
         log.warning("fzero: %d of %d stretches run as plain aten: %s", len(errors), len(pool), first)
     return segments if len(errors) < len(pool) else {}
+
+
+def _has_kernel(stretch: Fused, device: torch.device) -> bool:
+    """Whether fzero has a kernel for a stretch, which it then runs."""
+    has_kernels = backend.of(device).has_kernels and not inductor_lacks(device.type)
+    kernel = own_kernels.kernel_for(stretch.graph) if has_kernels else None
+    stretch.run = kernel or stretch.run
+    return kernel is not None
 
 
 # --- every rank ---------------------------------------------------------------------------------------------------

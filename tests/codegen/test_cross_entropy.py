@@ -80,3 +80,31 @@ def test_others_stay_as_they_are(fn: Any) -> None:
     gm = traced(fn, torch.randn(8, 5), torch.arange(5).repeat(2)[:8])
     assert cross_entropy.by_rows(gm) is gm
     assert any(fx_nodes.op_name(node) == "_log_softmax" for node in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_padded_logits_are_read_whole(reduction: str) -> None:
+    """As a padded product and its pads leave them: no slice, no pad, zeros behind the vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    wide = (20 * torch.randn(32, 80, generator=generator)).bfloat16()
+    y = torch.randint(0, 77, (32,), generator=generator)
+    y[3] = -100
+    loss_of = both(reduction)
+
+    def fn(wide: torch.Tensor, y: torch.Tensor) -> Any:
+        loss, grad = loss_of(aten.slice(wide, -1, 0, 77).view(4, 8, 77).float().view(32, 77), y)
+        low = grad.view(4, 8, 77).to(torch.bfloat16).view(32, 77)
+        return loss, aten.constant_pad_nd(low, [0, 3, 0, 0])
+
+    gm = traced(fn, wide, y)
+    assert any(node.target is aten.constant_pad_nd.default for node in gm.graph.nodes)
+    written = cross_entropy.by_rows(gm)
+    assert not {aten.slice.Tensor, aten.constant_pad_nd.default, *MATRICES} & {n.target for n in written.graph.nodes}
+    exact = wide[:, :77].double().requires_grad_()
+    wanted = F.cross_entropy(exact, y, reduction=reduction)
+    wanted.backward()
+    loss, grad = written(wide, y)
+    assert float(loss) == pytest.approx(float(wanted.detach()), rel=1e-6)
+    torch.testing.assert_close(grad[:, :77].double(), exact.grad, rtol=1e-2, atol=1e-7)
+    assert grad.shape == wide.shape
+    assert not grad[:, 77:].any()

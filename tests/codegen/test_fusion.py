@@ -11,8 +11,9 @@ from fusing import graph_of, stretches, use
 from torch import fx
 
 import fzero
+from fzero.codegen import clusters
 from fzero.codegen.fusion import Fused, aliased, fused
-from fzero.ir import fx_nodes, segments
+from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
 from fzero.ir.program import Program
@@ -29,8 +30,12 @@ def names(one: Fused) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(18))
-@pytest.mark.sampled(3)
-def test_a_segment_with_stretches_cut_out_computes_the_same_bits(number: int, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("rules", ["processor", "device"])
+@pytest.mark.sampled(6)
+def test_a_segment_with_stretches_cut_out_computes_the_same_bits(rules: str, number: int, monkeypatch: Any) -> None:
+    """By the rules of a device too, where loops move."""
+    if rules == "device":
+        monkeypatch.setattr(clusters, "on_device", lambda node: bool(fx_values.tensors(node.meta.get("val"))))
     case = corpus.draw(random.Random(number), number)
 
     def run() -> list[handlers.Rank]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero import optim
 from fzero._torch_compat import fused_adam_, fused_adamw_
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper
+from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, row_sums
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS, BlockCodec
 from fzero.optim import _adam8
@@ -92,10 +92,11 @@ def test_adamw_has_the_bits_of_separate_operations() -> None:
     old = state(100_003, F32)
     p, g, m, v = (t.numpy() for t in old)
     beta1, rest1, beta2, rest2, eps = (np.float32(x) for x in (0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8))
-    words = hyper.hyper(torch.device("cuda"), *scalars(), 0.9, 0.999, 0.1).cpu().view(F32).numpy()
+    rate, root = (float(x) for x in hyper.bias_corrections(*scalars(), 0.9, 0.999))
+    size, inverse, shrink = (np.float32(x) for x in (rate, 1 / root, 1e-2 * 0.1))
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
-    step = words[4] * p + words[0] * m / (np.sqrt(v) * words[2] + eps)
+    step = shrink * p + size * m / (np.sqrt(v) * inverse + eps)
     own = there(*old)
     adamw.adamw_(*own, *scalars(), *STEP)
     for got, wanted in zip((own[0], *own[2:]), (p - step, m, v), strict=True):
@@ -124,10 +125,9 @@ def test_slices_skips_copies_and_seeds() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 10, 12_345, 10**6])
 def test_the_numbers_of_a_step_are_the_cpus(count: int) -> None:
-    words = hyper.hyper(torch.device("cuda"), *scalars(count), 0.9, 0.999, 0.1).cpu().view(F32)
-    correction = (1 - 0.999**count) ** 0.5
-    exact = torch.tensor([1e-2 / (1 - 0.9**count), correction, 1 / correction, 1 - 1e-3, 1e-3], dtype=torch.float64)
-    assert words[:5].tolist() == exact.float().tolist()
+    rate, root = hyper.bias_corrections(*scalars(count), 0.9, 0.999)
+    exact = torch.tensor([1e-2 / (1 - 0.9**count), (1 - 0.999**count) ** 0.5], dtype=torch.float64)
+    assert [float(x.float()) for x in (rate, root)] == exact.float().tolist()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -263,4 +263,48 @@ def test_block_sparse_attention_has_the_numbers_of_the_cpu(dtype: torch.dtype, s
     first = on_device()
     assert all(torch.equal(a, b) for a, b in zip(first, on_device(), strict=True))
     for got, wanted in zip(first, masked(call, torch.float64), strict=True):
-        assert (got.cpu() - wanted).norm() <= (1e-5 if dtype == F32 else 2e-2) * wanted.norm()
+        assert (got.cpu() - wanted).norm() <= (1e-5 if dtype == F32 else 2e-2) * wanted.norm() + 1e-6  # or zeros
+
+
+def _rows(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (300, 1280), (1000, 768), (65, 8192)])
+def test_rows_are_summed_in_the_pass_that_makes_them(rows: int, width: int, dtype: torch.dtype) -> None:
+    """As in fp64 on the CPU; the sums are of what was written, and their bits repeat."""
+    grad, x, more = (_rows(rows, width, dtype=dtype, seed=seed) for seed in range(3))
+    weight = 1 + _rows(width, dtype=dtype, seed=3)
+    _, mean, rstd = torch.ops.aten.native_layer_norm(x.float(), [width], None, None, 1e-5)
+    wide = [t.double() for t in (grad, x, mean, rstd, weight)]
+    norm = torch.ops.aten.native_layer_norm_backward(
+        wide[0], wide[1], [width], *wide[2:], torch.zeros(width).double(), [True, True, True]
+    )
+    gelu = torch.ops.aten.gelu_backward(wide[0], wide[1], approximate="tanh")
+    on = [t.cuda() for t in (grad, x, mean, rstd, weight, more)]
+
+    def run() -> list[Tensor]:
+        outs = [torch.full_like(t, torch.nan) for t in (on[1], on[1], *[on[4]] * 4)]
+        row_sums.gelu_backward_sum(on[0], on[1], outs[0], outs[2], approximate="tanh")
+        row_sums.layer_norm_backward_sums(*on, outs[1], *outs[3:])
+        return [t.cpu() for t in outs]
+
+    found = run()
+    assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
+    room = {F32: 1e-5, BF16: 1e-2, F16: 2e-3}[dtype]
+    sums = found[0].double().sum(0), norm[1], norm[2], found[1].double().sum(0)
+    for got, wanted in zip(found, (gelu, norm[0] + more.double(), *sums), strict=True):
+        assert (got.double() - wanted).norm() <= room * wanted.norm()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_packing_sums_its_columns(turned: bool) -> None:
+    three = [_rows(3, 5, 200, 64, dtype=BF16, seed=seed).cuda() for seed in range(3)]
+    three = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in three] if turned else three
+    wanted = torch.stack(three).permute(1, 3, 0, 2, 4).contiguous()
+    out, total = torch.full_like(wanted, torch.nan), torch.full((960,), torch.nan, dtype=BF16, device="cuda")
+    row_sums.pack_sum(*three, out, total)
+    assert torch.equal(out, wanted)
+    exact = wanted.double().view(600, 960).sum(0)
+    assert (total.double() - exact).norm() <= 1e-2 * exact.norm()

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fzero.kernels
 from fzero.ir.code_ops import OPS
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import _triton, adam8_kernel, adamw, block_sparse, cast, codec_kernels, flat_norms, philox
+from fzero.kernels import _triton, adam8_kernel, adamw, block_sparse, cast, codec_kernels, flat_norms, philox, row_sums
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS, BlockCodec, message_bytes
 
@@ -48,7 +48,9 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 
 @needs_triton
-@pytest.mark.parametrize("file", ["interpreted_kernels.py", "interpreted_adam8.py", "interpreted_sparse.py"])
+@pytest.mark.parametrize(
+    "file", ["interpreted_kernels.py", "interpreted_adam8.py", "interpreted_sparse.py", "interpreted_row_sums.py"]
+)
 @pytest.mark.sampled(1)
 def test_numbers_in_the_interpreter(file: str, whole: bool) -> None:
     """In a process of its own, for Triton reads TRITON_INTERPRET when it is imported. In part, three examples a law."""
@@ -110,13 +112,14 @@ def launches(first: int) -> Iterator[Any]:
     for p, g, m in [(F32, F32, F32), (F32, BF16, F32), (F32, F32, BF16), (BF16, BF16, BF16), (F16, F16, F16)]:
         run = partial(adamw.adamw_, buffer(p), buffer(g), buffer(m), buffer(m), *step)
         yield run
-        yield partial(run, False)
+        yield partial(run, False, scalar(), scalar())
         options: dict[str, Any] = {"scale": scalar(F32), "clip": scalar(), "skip": flag, "copy": buffer(BF16)}
         yield partial(run, **options, seeds=adamw.Seeds(*(seed if t == BF16 else None for t in (p, m, m))))
     for p in (F32, BF16, F16):
         blocks = -(-size // 64)
         moments = buffer(torch.int8), buffer(F32, blocks), buffer(torch.uint8), buffer(F32, blocks)
         yield partial(adam8_kernel.adamw8_, buffer(p), buffer(p), *moments, *step)
+        yield partial(adam8_kernel.adamw8_, buffer(p), buffer(p), *moments, *step, scalar(), scalar())
     yield partial(rounding.stochastic_round, buffer(), seed, out=buffer(BF16))
     for source, target in [(F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (BF16, BF16)]:
         yield partial(cast.cast, buffer(target), buffer(source), scalar(F32))
@@ -129,6 +132,7 @@ def launches(first: int) -> Iterator[Any]:
         yield partial(codec_kernels.decode, codec, message(codec))
         yield partial(codec_kernels.decode_sum, codec, message(codec, 3).view(3, -1), 3)
     yield from sparse_launches(first)
+    yield from row_sum_launches(first)
     keys = torch.zeros(3, 2, dtype=INT64)
     for dtype, normal in ((F32, True), (F32, False), (F64, True), (BF16, False), (F16, True)):
         yield partial(philox.fill, torch.empty(3, size, dtype=dtype), keys, normal=normal)
@@ -156,6 +160,20 @@ def sparse_launches(first: int) -> Iterator[Any]:
             yield partial(block_sparse.backward_out, grad, *args, **into)
 
 
+def row_sum_launches(first: int) -> Iterator[Any]:
+    """Of sums over rows: with and without what is added, and rows of models."""
+    for dtype, width in ((F32, 768), (BF16, 1280), (BF16, 4096), (BF16, row_sums.WIDEST), (F16, 1280)):
+        one, two, three, out = (torch.zeros(32 * width + first, dtype=dtype)[first:].view(32, width) for _ in range(4))
+        mean, rstd = torch.zeros(32), torch.ones(32)
+        sums = [torch.zeros(width, dtype=dtype) for _ in range(4)]
+        for approximate in ("tanh", "none"):
+            yield partial(row_sums.gelu_backward_sum, one, two, out, sums[0], approximate=approximate)
+        yield partial(row_sums.layer_norm_backward_sums, one, two, mean, rstd, sums[0], None, out, *sums[1:3])
+        yield partial(row_sums.layer_norm_backward_sums, one, two, mean, rstd, sums[0], three, out, *sums[1:4])
+        heads = (x.view(1, 32, -1, 64).transpose(1, 2) for x in (one, two, three))
+        yield partial(row_sums.pack_sum, *heads, torch.zeros(3 * 32 * width, dtype=dtype), torch.zeros(3 * width))
+
+
 def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any, ...]]:
     """The different kernels launched: name and types to (kernel, signature, constants, attributes, options)."""
     found: dict[str, tuple[Any, ...]] = {}
@@ -167,6 +185,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any
         found[f"{kernel.__name__} {one} {options}"] = (kernel, *one, options)
 
     monkeypatch.setattr(_triton, "launch", record)
+    monkeypatch.setattr(row_sums, "launch", record)
     monkeypatch.setattr(philox, "launch", record)
     for call in launches(first):
         call()

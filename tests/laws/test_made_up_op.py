@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 import fzero
 from fzero import P, optim, tree
-from fzero.codegen import fusion, out_forms
+from fzero.codegen import clusters, fusion, out_forms
 from fzero.codegen.workspace import workspace_bytes
 from fzero.cost import step_time
 from fzero.cost.allocator import measured_peak
@@ -222,7 +222,7 @@ def test_stretches_of_loops_end_at_it_or_take_it_in(how: str, monkeypatch: pytes
     plain = ranks({"dp": 2})
     program = plain.lowered.program
     (node,) = calls(program, OP, torch.ops.made_up.gated.out)
-    assert fusion.is_fusible(node) == bool(how)
+    assert clusters.is_fusible(node) == bool(how)
     inside = [n.target for one in stretches(program).values() for n in one.graph.graph.nodes]
     assert (node.target in inside) == bool(how)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from fzero import optim
 from fzero.kernels import KERNELS, adamw, cast, codec_kernels, codecs, flat_norms, hyper
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS, BlockCodec, message_bytes
+from fzero.optim.adam import ENDLESS
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -175,14 +177,40 @@ def test_the_operators_of_the_table() -> None:
         adamw.fused_adamw_(ps, ps, ms, vs, [], counts, **options, amsgrad=True)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 999, 12_345, 10**6, 2**31 + 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 999, 12_345, 10**6, 2**31 + 5, ENDLESS])
 def test_the_numbers_of_a_step(count: int) -> None:
-    lr, scale, clip = torch.tensor(1e-3, dtype=torch.float64), torch.tensor(3.0), torch.tensor(0.7)
-    words = hyper.hyper(torch.device("cpu"), torch.tensor(count), lr, 0.9, 0.999, 0.1, scale=scale, clip=clip)
-    correction = (1 - 0.999**count) ** 0.5
-    exact = [1e-3 / (1 - 0.9**count), correction, 1 / correction, 1 - 1e-4, 1e-4, float(clip) / 3]
-    assert words.view(F32)[:6].tolist() == torch.tensor(exact, dtype=torch.float64).float().tolist()
-    assert int(words[6]) & 0xFFFFFFFF == count
+    lr = torch.tensor(1e-3, dtype=torch.float64)
+    rate, root = KERNELS["fzero.bias_corrections.default"].launch(torch.tensor(count), lr, 0.9, 0.999)
+    exact = [1e-3 / (1 - 0.9**count), (1 - 0.999**count) ** 0.5]
+    assert [rate.float(), root.float()] == torch.tensor(exact, dtype=torch.float64).float().tolist()
+
+
+@few
+@given(sizes, st.sampled_from([1, 2, 1000, 10**6]), st.booleans())
+def test_corrections_once_for_all_leaves_change_no_bit(size: int, count: int, decoupled: bool) -> None:
+    """And they are read: a step with the corrections of another count has other bits."""
+    tensors, lr = state(size), torch.tensor(1e-2, dtype=torch.float64)
+    rate, root = hyper.bias_corrections(torch.tensor(count), lr, *STEP[:2])
+    own = stepped(*tensors, count, decoupled=decoupled)
+    assert all(map(same, own, stepped(*tensors, count, decoupled=decoupled, rate=rate, root=root)))
+    if size:
+        assert not same(own[0], stepped(*tensors, count, decoupled=decoupled, rate=rate * 2, root=root)[0])
+
+
+def test_the_numbers_that_a_kernel_makes() -> None:
+    """w a, clip / scale and 1 / root are made in float64 and then rounded: those of the formula, bit for bit."""
+    p, g, m, v = (t.numpy() for t in state(1500))
+    rate, root = hyper.bias_corrections(torch.tensor(3), torch.tensor(1e-2, dtype=torch.float64), *STEP[:2])
+    beta1, rest1, beta2, rest2, eps = (np.float32(x) for x in (0.9, 1 - 0.9, 0.999, 1 - 0.999, 1e-8))
+    scale, clip = torch.tensor(3.0), torch.tensor(0.7, dtype=torch.float64)
+    size, inverse, shrink, factor = (np.float32(x) for x in (float(rate), 1 / float(root), 1e-2 * 0.1, 0.7 / 3.0))
+    g = g * factor
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    wanted = p - (shrink * p + size * m / (np.sqrt(v) * inverse + eps))
+    got = stepped(*state(1500), scale=scale, clip=clip)
+    for a, b in zip(got, (wanted, m, v), strict=True):
+        assert same(a, torch.from_numpy(b))
 
 
 # ---- flat buffers ----------------------------------------------------------------------------------------------------

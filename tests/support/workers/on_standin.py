@@ -55,12 +55,14 @@ from standin.running import (
 
 import fzero
 from fzero import optim
+from fzero._torch_compat import is_fake
+from fzero.codegen import bind, handed, own_kernels
 from fzero.comm import heartbeat, transfers
 from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.op import Op
 from fzero.ir.records import Ref
-from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper
+from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, row_sums
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS
 from fzero.optim import _adam8
@@ -444,9 +446,9 @@ def optimizer_kernels() -> None:
     low = [t.bfloat16() for t in own]
     adamw.adamw_(*low, *scalars, *hyperparameters, seeds=adamw.Seeds(*seeds))
     with fails(ValueError, "must be 0-d"):
-        hyper.hyper(torch.device(HERE), own[0], lr, 0.9, 0.999, 0.1)
+        hyper.bias_corrections(own[0], scalars[1], 0.9, 0.999)
     with fails(TypeError, "must be torch.int64"):
-        hyper.hyper(torch.device(HERE), *scalars, 0.9, 0.999, 0.1, seeds=(skip, None, None))
+        adamw.adamw_(*low, *scalars, *hyperparameters, seeds=adamw.Seeds(skip))
     sizes = (0, torch.int8), (0, F32), (0, torch.uint8), (0, F32)
     moments = [torch.zeros(n, dtype=dtype, device=HERE) for n, dtype in sizes]
     adam8_kernel.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
@@ -502,6 +504,97 @@ def compiled_stretches() -> None:
     with mock.patch.object(compile_segments, "inductor_compile", compiled):
         near(trained(compile="inductor"), trained("cpu"))
     assert set(seen) == {torch.device(HERE)}
+
+
+UNCOMPILED = mock.patch.object(compile_segments, "inductor_compile", lambda gm, _: gm.forward)
+
+
+@scenario(1)
+def a_compiled_transformer() -> None:
+    """A block with biases: gradients whose rows are added up, by kernels of fzero's own; one graph replays them."""
+    from torch import nn
+
+    from benchmarks.model import Block, Size
+    from fzero.interop import from_module
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.norm = Block(Size(1, 16, 2, 8, 4, 2, 32)), nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.block(x)).square().mean()
+
+    params, buffers, apply = from_module(Net())
+    generator = torch.Generator().manual_seed(0)
+    params = {name: 0.5 * torch.randn(value.shape, generator=generator) for name, value in params.items()}
+    x = torch.randn(2, 4, 16, generator=generator)
+    used: list[str] = []
+    run = own_kernels._run
+
+    def noted(name: str, *rest: Any) -> None:
+        used.append(name)
+        run(name, *rest)
+
+    found = []
+    for where, how in ((HERE, "inductor"), ("cpu", "none")):
+        its_loss = lambda p, b: apply(p, buffers, b)  # noqa: E731
+        spec = fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where, compile=how)
+        with UNCOMPILED, mock.patch.object(own_kernels, "_run", noted):
+            state = fzero.init(params, spec)
+            for _ in range(3):
+                state = fzero.step(state, x.to(where))
+        found.append((float(state.metrics["loss"]), fzero.tree.flatten(fzero.unshard(state.params))[1]))
+    assert set(used) == {"gelu_backward_sum", "layer_norm_backward_sums"}
+    heads = [
+        torch.randn(2, 3, 4, 8, generator=generator).to(HERE) for _ in range(3)
+    ]  # as attention on CUDA leaves them
+    packed, total = torch.empty(2, 4, 3, 3, 8, device=HERE), torch.empty(72, device=HERE)
+    row_sums.pack_sum(*heads, packed, total)
+    assert torch.equal(packed.cpu(), torch.stack([x.cpu() for x in heads]).permute(1, 3, 0, 2, 4))
+    assert abs(found[0][0] - found[1][0]) < 1e-5
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-5)
+
+
+@scenario(1)
+def results_that_are_handed_on() -> None:
+    """From an op without an `out=` form straight to the stretch that reads them, in the planned strides."""
+    taken: list[Any] = []
+    taking = handed.taking
+
+    def noted(*args: Any) -> None:
+        taken.append(args)
+        taking(*args)
+
+    for name in ("three", "three_turned"):
+
+        def three(x: torch.Tensor, turned: bool = name == "three_turned") -> tuple[torch.Tensor, ...]:
+            made = [x + 1, x * 2, -x]
+            return tuple(y.T.contiguous().T if turned and not is_fake(y) else y for y in made)
+
+        op = torch.library.custom_op(
+            f"standin::{name}", three, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor, Tensor)"
+        )
+        op.register_fake(lambda x: tuple(torch.empty_like(x) for _ in range(3)))
+        op.register_autograd(lambda ctx, a, b, c: a + 2 * b - c)
+
+        def its_loss(p: Any, b: torch.Tensor, op: Any = op) -> torch.Tensor:
+            packed = torch.stack(op(b @ p["w"])).permute(1, 0, 2).contiguous()
+            return (packed.exp() * p["v"]).mean()
+
+        params = {"w": torch.eye(4, 6), "v": torch.ones(6)}
+        ends = []
+        for where, how in ((HERE, "inductor"), ("cpu", "none")):
+            spec = fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where, compile=how)
+            with UNCOMPILED, mock.patch.object(bind, "taking", noted):
+                state = fzero.init(params, spec)
+                for _ in range(3):
+                    state = fzero.step(state, torch.linspace(-1, 1, 20).view(5, 4).to(where))
+            ends.append(fzero.tree.flatten(fzero.unshard(state.params))[1])
+        for a, b in zip(*ends, strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-6)
+    assert len(taken) == 4, "of each op, the first step and the graph of the others"
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
