@@ -124,8 +124,8 @@ def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lo
     if len({*by_role}) <= 1 and one not in found.pressed:
         return base, lowered, rest  # what was decided is what it says
     depths: set[int | None] = {*by_role} or {None}
-    if found.ops(one) > OPS:  # each takes as long as all that was lowered so far: that of the most roles
-        depths = {max(depths, key=by_role.count)}
+    if by_role and found.ops(one) > OPS:  # each takes as long as all that was lowered so far: that of the most roles
+        depths = {max(by_role, key=by_role.count)}
     tried = []
     for depth in sorted(depths, key=str):
         try:

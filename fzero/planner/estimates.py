@@ -54,7 +54,7 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class Held:
+class OnDevice:
     """The parts of the bytes of the parameters and of the optimizer's columns that are held on the device, and whether
     gradients wait elsewhere for all others."""
 
@@ -84,7 +84,7 @@ class Sketch:
     layers: int
     waits: bool
     reduce: str | None
-    held: dict[Any, Held]
+    held: dict[Any, OnDevice]
     ops: int
 
     def estimates(

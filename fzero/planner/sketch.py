@@ -20,7 +20,7 @@ from fzero.kernels.codecs import BLOCK, CODECS
 from fzero.plan.memory_use import MemoryUse
 from fzero.planner.candidates import OFFLOADS, fixed, gradients_wait
 from fzero.planner.deep import takes
-from fzero.planner.estimates import Ends, Held, Sketch
+from fzero.planner.estimates import Ends, OnDevice, Sketch
 from fzero.planner.probes import Foretold
 from fzero.planner.problem import Problem
 
@@ -57,20 +57,20 @@ def sketched(problem: Problem) -> Sketch:
     )  # fmt: skip
 
 
-def _held(problem: Problem) -> dict[Any, Held]:
+def _held(problem: Problem) -> dict[Any, OnDevice]:
     """What is held on the device, by each value of `offload` that a candidate may have."""
     spec = problem.spec
     recipe = recipe_for(spec, problem.params_like, None, torch.device("cpu"))
     leaves = {path: x.numel() * x.element_size() for path, x in zip(recipe.paths, recipe.values, strict=True)}
     params = {path for path in leaves if any(tree.matches(rule, path) for rule in spec.parallel.param_rules)}
 
-    def by_rules(memory: MemoryUse) -> Held:
+    def by_rules(memory: MemoryUse) -> OnDevice:
         here = {path for path in leaves if memory.space_of(path, spec.parallel.param_rules) == DEVICE}
 
         def part(paths: set[str]) -> float:
             return sum(leaves[path] for path in paths & here) / max(sum(leaves[path] for path in paths), 1)
 
-        return Held(
+        return OnDevice(
             part(params), part(leaves.keys() - params), any(to != DEVICE for to in memory.gradient_rules.values())
         )
 
