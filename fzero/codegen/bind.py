@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,21 +39,21 @@ def bind(
 ) -> list[Call]:
     """The calls of a segment, in order.
 
-    inputs: a tensor for each placeholder.
-    outs: a tensor for each output, which the calls fill.
-    workspace: 1-D uint8, for all other values, in the places of `layout(gm, apart)`.
+    inputs, outs: a tensor for each placeholder, and for each output, which the calls fill. workspace: 1-D uint8, for
+    all other values, in the places of `layout(gm, apart)`.
 
     A rank's own part of a flat range may be shorter than the segment was planned for, and empty. Where fzero has a
     kernel for an op on these operands (`fzero.kernels`, `fzero.codegen.matmul`), it runs instead of torch's. Raises
-    VerifyError for a value that does not fit into the workspace, and for a view that reaches outside its owner.
-    """
+    VerifyError for a value that does not fit into the workspace, and for a view that reaches outside its owner."""
     plan = layout(gm, apart)
     env: dict[fx.Node, Any] = dict(zip(fx_nodes.placeholders(gm.graph), inputs, strict=True))
     shapes = _shapes(gm, inputs)
     calls: list[Call] = []
 
-    def memory_of(key: fx_values.Value, value: torch.Tensor) -> torch.Tensor:
+    def memory_of(key: fx_values.Value, value: torch.Tensor) -> Any:
         home = plan.homes.get(key, key)
+        if key in plan.handed:
+            return Handed(value)
         if isinstance(home, fx.Node):
             return inplace.at_home(value, env[home])
         if home in plan.outputs:
@@ -67,35 +66,35 @@ def bind(
             continue
         if node in plan.chains:
             chain = plan.chains[node]
-            blocks = {n: tensor_at(workspace, plan.offsets[n, 0], tile).view(-1) for n, tile in chain.between}
-            results = [memory_of((node, i), value) for i, value in fx_values.results(node)]
-            env[node] = results[0] if results else env[fx_nodes.mutated(node)[0]]
-            calls += tiling.calls(chain, env, blocks, results[0] if results else None, calls_of)
+            tiles = {n: tensor_at(workspace, plan.offsets[n, 0], tile).view(-1) for n, tile in chain.between}
+            (result,) = [memory_of((node, i), value) for i, value in fx_values.results(node)] or [None]
+            env[node] = result if result is not None else env[fx_nodes.mutated(node)[0]]
+            calls += tiling.calls(chain, env, tiles, result, calls_of)
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if is_widened(node):
             env[node] = args[0]
             continue
-        made = fx_values.results(node, shapes.get(node))
-        into = {i: memory_of((node, i), value) for i, value in made if (node, i) not in plan.handed}
+        into = {i: memory_of((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
         if node.target is operator.getitem or fx_nodes.is_view(node):
             env[node] = node.target(*args, **kwargs)
             _check_views(node, env)
         elif isinstance(node.target, Fused):
-            takes = any(isinstance(arg, Handed) for arg in args)
-            run = partial(taking, node.target.run) if takes else node.target.run
-            calls.append(partial(run, *args, *into.values()))
+            calls.append(_stretch(node.target, args, into.values()))
             env[node] = list(into.values())
         elif written := fx_nodes.mutated(node):
             if not _is_there(node, args):
                 calls += calls_of(node, args, kwargs, {})
             env[node] = env[written[0]]
         else:
-            held = {i: Handed(value) for i, value in made if i not in into}
-            calls += calls_of(node, args, kwargs, into, held)
-            both = {**into, **held}
-            env[node] = tuple(map(both.get, range(max(both, default=-1) + 1))) if _several(node) else into.get(0)
+            calls += calls_of(node, args, kwargs, into)
+            env[node] = tuple(map(into.get, range(max(into, default=-1) + 1))) if _several(node) else into.get(0)
     return calls
+
+
+def _stretch(fused: Fused, args: Sequence[Any], outs: Iterable[torch.Tensor]) -> Call:
+    run = partial(taking, fused.run) if any(isinstance(arg, Handed) for arg in args) else fused.run
+    return partial(run, *args, *outs)
 
 
 def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
@@ -133,15 +132,8 @@ def _several(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
-def calls_of(
-    node: fx.Node,
-    args: Any,
-    kwargs: Any,
-    into: dict[int, torch.Tensor],
-    held: Mapping[int, Handed] = MappingProxyType({}),
-) -> Iterator[Call]:
-    """The calls that compute a node's results into the tensors `into`, by result; those in `held` wait for their
-    reader.
+def calls_of(node: fx.Node, args: Any, kwargs: Any, into: Mapping[int, Any]) -> Iterator[Call]:
+    """The calls that compute a node's results into the tensors `into`, by result; a `Handed` waits for its reader.
 
     `args` and `kwargs` are the node's, with tensors for nodes. `into` is empty for a node that writes to its arguments.
     """
@@ -156,13 +148,14 @@ def calls_of(
         names = [a.name for a in form._schema.arguments if a.is_out]
         args = [_result_at(into.values(), x) for x in args]
         yield partial(_kernel(form, args, kwargs), *args, **kwargs, **dict(zip(names, into.values(), strict=True)))
-    elif not into and not held:
+    elif not into:
         yield partial(_kernel(node.target, args, kwargs), *args, **kwargs)  # a check, which returns nothing
     elif _several(node):
         compute = partial(_kernel(node.target, args, kwargs), *args, **kwargs)
         used = {u.args[1] for u in node.users}
         kept = [(i, tensor) for i, tensor in into.items() if i in used]
-        yield partial(holding, compute, kept, held) if held else partial(out_forms.copy_results, compute, kept)
+        held = any(isinstance(one, Handed) for _, one in kept)
+        yield partial(holding if held else out_forms.copy_results, compute, kept)
     else:
         yield partial(out_forms.copy_result, partial(_kernel(node.target, args, kwargs), *args, **kwargs), into[0])
 

@@ -78,6 +78,16 @@ def fuse(program: Program, how: str) -> tuple[dict[str, fx.GraphModule], dict[st
     return with_stretches, stretches
 
 
+def always_fused(program: Program) -> dict[str, fx.GraphModule]:
+    """By hash, the segments that run with their stretches whatever happens: those of ops that say so (`compile=`)."""
+    asked = {how: {op.segment for op in program.ops if op.get("compile") == how} for how in ("auto", "inductor")}
+    found: dict[str, fx.GraphModule] = {}
+    for how, keys in asked.items():
+        if keys and keys <= set(program.segments):
+            found |= {key: gm for key, gm in fuse(program, how)[0].items() if key in keys}
+    return found
+
+
 def aliased(program: Program) -> dict[str, dict[int, int]]:
     """{segment: {destination: the read that is the same memory}}, both as numbers of placeholders.
 

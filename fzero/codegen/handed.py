@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -73,12 +73,13 @@ class Handed:
         return value
 
 
-def holding(compute: Callable[[], Any], into: Sequence[tuple[int, torch.Tensor]], held: Mapping[int, Handed]) -> None:
-    """Computes several results, holds some and copies others."""
+def holding(compute: Callable[[], Any], into: Sequence[tuple[int, Any]]) -> None:
+    """Computes several results, holds those that wait and copies the others."""
     results = compute()
-    for index, one in held.items():
-        one.value = results[index]
-    out_forms.copy_results(lambda: results, into)
+    for index, one in into:
+        if isinstance(one, Handed):
+            one.value = results[index]
+    out_forms.copy_results(lambda: results, [(i, one) for i, one in into if not isinstance(one, Handed)])
 
 
 def taking(run: Callable[..., Any], *args: Any) -> None:

@@ -66,7 +66,8 @@ def compiled(
     if errors:
         first = next(filter(None, errors.values()), "on another rank")
         log.warning("fzero: %d of %d stretches run as plain aten: %s", len(errors), len(pool), first)
-    return segments if len(errors) < len(pool) else {}
+    always = {op.segment for op in program.ops if op.get("compile") is not None}  # they have no room to run otherwise
+    return {key: gm for key, gm in segments.items() if key in always or len(errors) < len(pool)}
 
 
 def _has_kernel(stretch: Fused, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fzero.codegen import inplace, segment_memory
+from fzero.codegen.fusion import always_fused
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.kinds import ANY, OPS, UNKNOWN
 from fzero.ir.mesh import PIPELINE, within
@@ -190,9 +191,8 @@ def aliasing(program: Program) -> Iterator[Fault]:
 
 def calls(program: Program) -> Iterator[Fault]:
     """A run names a segment that is there, gives it the tensors that it takes and returns, and room to work in."""
-    for i, op in enumerate(program.ops):
-        if not op.computes:
-            continue
+    fused = always_fused(program)
+    for i, op in ((i, op) for i, op in enumerate(program.ops) if op.computes):
         gm = program.segments.get(op.segment)
         if gm is None:
             yield i, f"segment {op.get('segment')} is not in the program: fzero.parse(text, program.segments)"
@@ -233,10 +233,18 @@ def calls(program: Program) -> Iterator[Fault]:
         cut = next((ref for ref in (*op.reads, *op.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
         if cut is not None and op.is_flat and not any(map(_by_blocks, gm.graph.nodes)):
             yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
-        if op.offset is not None or program.level >= Level.SIZED:
-            need, room = segment_memory.layout(gm, inplace.apart(op)).nbytes, op.workspace
-            if need > room:
-                yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
+        sized = op.offset is not None or program.level >= Level.SIZED
+        if (
+            sized
+            and (need := segment_memory.layout(fused.get(op.segment, gm), inplace.apart(op)).nbytes) > op.workspace
+        ):
+            yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {op.workspace:,}"
+
+
+def _short_of_room(op: Op, gm: fx.GraphModule) -> Iterator[str]:
+    need, room = segment_memory.layout(gm, inplace.apart(op)).nbytes, op.workspace
+    if need > room:
+        yield f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {room:,}"
 
 
 def _by_blocks(node: fx.Node) -> bool:
