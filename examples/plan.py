@@ -25,7 +25,10 @@ MODELS = {  # layers, width, heads, words
     "gpt2-xl": (48, 1_600, 25, 50_257),
     "1.3b": (24, 2_048, 16, 50_257),
     "7b": (32, 4_096, 32, 50_257),
+    "7.5b": (36, 4_096, 32, 50_257),
     "13b": (40, 5_120, 40, 50_257),
+    "70b": (80, 8_192, 64, 32_000),
+    "405b": (126, 16_384, 128, 128_256),
     "1t": (128, 25_600, 160, 51_200),
 }
 
@@ -70,13 +73,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of the global batch (default 64)")
     parser.add_argument("--length", type=int, default=1_024, help="tokens of a row (default 1,024)")
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--reduce", choices=("each", "end"), help="of microbatches' gradients (default: by a rule)")
     parser.add_argument(
         "--memory-gb", type=float, help="what a rank may use (default: the hardware's less its headroom)"
     )
     given = parser.parse_args()
     layers, width, heads, words = MODELS[given.model]
     tokens = torch.empty(given.rows, given.length, dtype=torch.int64, device="meta")
-    spec = fzero.Spec(loss=loss_of(heads), optimizer=optim.adamw(1e-4), precision=given.precision, clip_norm=1.0)
+    spec = fzero.Spec(
+        loss=loss_of(heads),
+        optimizer=optim.adamw(1e-4),
+        precision=given.precision,
+        clip_norm=1.0,
+        reduce=given.reduce,
+    )
     began = time.perf_counter()
     try:
         planned = fzero.plan(
@@ -95,7 +105,7 @@ def main() -> None:
     peak = given.ranks * flops.get(given.precision, flops["fp32"])
     mfu = 6 * elements * tokens.numel() / planned.seconds / peak
     print(f"\n{elements / 1e9:.1f} billion parameters: MFU {mfu:.0%} (6 operations a parameter and token)")
-    print(f"planned in {time.perf_counter() - began:.0f} s")
+    print(f"planned in {time.perf_counter() - began:.0f} s, {time.process_time():.0f} of them on the processor")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from fzero.capture import ambient
 from fzero.capture.leaves import check_leaf
 from fzero.comm.transport import transport_name
 from fzero.compile import decide
+from fzero.compile.captures import Captures
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
 from fzero.compile.decide import Deciders
@@ -28,9 +29,6 @@ from fzero.ir.decisions import Decisions
 from fzero.spec import Spec, check_spec
 
 
-@untraced_by_dynamo
-@ambient.steady()
-@collector_paused()
 def lower(
     spec: Spec,
     params_like: Any,
@@ -66,6 +64,28 @@ def lower(
     >>> lowered.plan.state_bytes  # a 64th of 4096 elements (padded to 64 per rank), three times, and the count
     776
     """
+    return lower_again(
+        spec, params_like, batch_like, world_size=world_size, key=key, decisions=decisions, phase=phase, captures=None
+    )
+
+
+@untraced_by_dynamo
+@ambient.steady()
+@collector_paused()
+def lower_again(
+    spec: Spec,
+    params_like: Any,
+    batch_like: Any,
+    *,
+    world_size: int | None = None,
+    key: torch.Tensor | None = None,
+    decisions: Decisions | Deciders | None = None,
+    phase: str = "",
+    captures: Captures | None,
+    verified: bool = True,
+) -> Lowered:
+    """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified: as in
+    `checked_step`."""
     ambient.check("lower", backward=True)
     batch_like = tree.plain(batch_like)
     check_spec("lower", spec)
@@ -86,7 +106,8 @@ def lower(
             check_leaf(leaf_name("batch", path), leaf)
     with progress.shown("lowering the step"):
         lowered = checked_step(
-            spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase
-        )
+            spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase,
+            captures=captures, verified=verified,
+        )  # fmt: skip
     decide.check_strategies(lowered.decisions, decisions)
     return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.compile import fault_report
+from fzero.compile.captures import Captures
 from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import lower_step
@@ -29,8 +30,11 @@ def checked_step(
     rates: Rates | None = None,
     deciders: Deciders | None = None,
     phase: str = "",
+    captures: Captures | None = None,
+    verified: bool = True,
 ) -> Lowered:
-    """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first.
+    """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first. verified:
+    False for programs that are only compared, and never run.
 
     Raises VerifyError with a report (`fault_report`).
     """
@@ -39,8 +43,10 @@ def checked_step(
         phase = phase or spec.phases.first
     spec = spec.in_phase(phase)
     try:
-        lowered = replace(lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders), phase=phase)
-        verify(lowered.roles)
+        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures)
+        lowered = replace(lowered, phase=phase)
+        if verified:
+            verify(lowered.roles)
     except VerifyError as error:
         error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
         programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)

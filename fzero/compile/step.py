@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from fzero.capture.graph import Graph
 from fzero.capture.step_ops import FED_MEAN
 from fzero.codegen import matmul, pad
 from fzero.compile import decide
+from fzero.compile.captures import Captured, Captures
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
 from fzero.compile.judged import local_step, naive
@@ -58,15 +60,18 @@ def lower_step(
     costs: Costs | None = None,
     rates: Rates | None = None,
     deciders: decide.Deciders | None = None,
+    captures: Captures | None = None,
 ) -> Lowered:
     """The program of a spec's step, or of the evaluation of `fn` (`resolve.train_step`).
 
     state, batch: pytrees of tensors; only shapes and dtypes count. transport: "p2p", "shared" or "nccl". costs: kept
     measurements; without them no matrix product is measured. rates: the measured rates of the transport. deciders: they
-    choose where the spec says nothing.
+    choose where the spec says nothing. captures: of the same step, lowered before.
     """
     step, asked = train_step(spec, fn), _Asked(lowering_options(spec), deciders or decide.DECIDERS, rates)
-    lowered = _lower(step, asked, state, batch, plan, transport, costs or Costs("products", measures=False))
+    make = partial(_captured, step, asked.wanted, state, batch, plan)
+    captured = make() if captures is None or fn is not None else captures.of(spec, state, batch, plan, make)
+    lowered = _lower(step, asked, captured, plan, transport, costs or Costs("products", measures=False))
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
         ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
@@ -85,10 +90,8 @@ class _Asked:
 
 
 @collector_paused()
-def _lower(
-    step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan, transport: str, costs: Costs
-) -> Lowered:  # fmt: skip
-    """Captures the step, lowers it and runs the passes."""
+def _captured(step: TrainStep, wanted: LoweringOptions, state: Any, batch: Any, plan: Plan) -> Captured:
+    """The step, captured, and that of one rank of the axes that cut dims."""
     progress.now("capture")
     graph = trace_step.capture(
         step.user,
@@ -101,13 +104,18 @@ def _lower(
         per_rank=[leaf.path for leaf in plan.leaves if leaf.per_rank],
         fns=[step.loss],
     )
-    wanted = asked.wanted
     if step.loss_chunks is not None:
         graph = chunked(graph, step.loss_chunks)
     local, sharding = local_step(graph, plan, wanted.sequence)
     for rewrite in _rewrites(step, sharding):
         local = local.rewritten(rewrite)
-    local = pad.padded(local)
+    return graph, pad.padded(local), sharding
+
+
+@collector_paused()
+def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, transport: str, costs: Costs) -> Lowered:
+    """Lowers a captured step and runs the passes."""
+    wanted, (graph, local, sharding) = asked.wanted, captured
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)

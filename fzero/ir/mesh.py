@@ -152,11 +152,15 @@ class Mesh:
 
     def peers(self, rank: int, axis: str) -> list[int]:
         """The ranks that differ from `rank` on this axis alone, itself included, by their coordinate."""
-        ranks = [rank]
+        ranks = [self.leader(rank, axis)]
         for part in parts_of(axis):
             steps = [i * self.stride(part) for i in range(self.size(part))]
-            ranks = [r - self.coordinate(r, part) * self.stride(part) + step for r in ranks for step in steps]
+            ranks = [r + step for r in ranks for step in steps]
         return ranks
+
+    def leader(self, rank: int, axis: str) -> int:
+        """The first of the peers on this axis."""
+        return rank - sum(self.coordinate(rank, part) * self.stride(part) for part in parts_of(axis))
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.axes)

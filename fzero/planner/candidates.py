@@ -6,8 +6,10 @@ A field that was given is pinned: it has that one value in every candidate (`Spe
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -74,9 +76,14 @@ class Candidate:
         """The values by the field's name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    @cached_property
+    def values(self) -> tuple[Any, ...]:
+        """The values, in the order of the fields."""
+        return tuple(self.fields.values())
+
     def differs(self, other: Candidate) -> int:
         """In how many fields it differs."""
-        return sum(value != other.fields[name] for name, value in self.fields.items())
+        return sum(map(operator.ne, self.values, other.values))
 
     @property
     def ranks(self) -> Mesh:
@@ -111,9 +118,12 @@ def candidates(
     open_ = {f.name for f in fields(Candidate)} - {*given}
     offloads = _homes(spec, machine) if "offload" in open_ else [fixed(spec.offload)]
     remats = REMATS if "remat" in open_ else (fixed(spec.remat),)
-    for mesh in (
-        meshes(spec, world_size, layers, machine, rules) if "mesh" in open_ else [mesh_of(spec, world_size).axes]
-    ):
+    if "mesh" in open_:
+        every = meshes(spec, world_size, layers, machine, rules)
+        over = [mesh for mesh in every if rows % Mesh(mesh).data_ranks == 0]
+    else:
+        over = [mesh_of(spec, world_size).axes]
+    for mesh in over:
         for zero in stages(mesh) if "zero" in open_ else [fixed(spec.zero)]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
                 for remat in remats:
@@ -125,9 +135,13 @@ def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:
     """The values of `offload`: gradients are among them where they wait for the last one."""
     if machine.host is None:
         return OFFLOADS[:1]
-    numerics = spec.numerics
-    waits = spec.clip_norm is not None or numerics.policy.loss_scale is not None or spec.nonfinite in ("skip", "raise")
-    return OFFLOADS if waits or spec.step is not None else OFFLOADS[:-1]
+    return OFFLOADS if gradients_wait(spec) or spec.step is not None else OFFLOADS[:-1]
+
+
+def gradients_wait(spec: Spec) -> bool:
+    """Whether gradients wait for the last of them: to be clipped, or to be found finite."""
+    scaled = spec.numerics.policy.loss_scale is not None
+    return spec.clip_norm is not None or scaled or spec.nonfinite in ("skip", "raise")
 
 
 def meshes(

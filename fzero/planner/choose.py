@@ -20,7 +20,7 @@ from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import lowered_of, step_seconds
-from fzero.planner.schedule_choice import fastest_schedule
+from fzero.planner.schedule_choice import OPS, fastest_schedule
 from fzero.planner.search import Search, search
 from fzero.planner.sketch import sketched
 from fzero.planner.some_layers import fewest_layers
@@ -120,11 +120,12 @@ def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lo
     rest = {name: choice for name, choice in rest.items() if getattr(problem.spec, name) is None}
     values = {name: choice.value for name, choice in rest.items()}
     base = replace(one.spec(problem.spec, problem.rules.shard), **values, device_bytes=problem.spec.device_bytes)
-    depths: set[int | None] = {None}
-    if "prefetch" in values:
-        depths = {decided.roles[number].prefetch.value for number in decided.roles}
-    if len(depths) == 1 and one not in found.pressed:
+    by_role = [each.prefetch.value for each in decided.roles.values()] if "prefetch" in values else []
+    if len({*by_role}) <= 1 and one not in found.pressed:
         return base, lowered, rest  # what was decided is what it says
+    depths: set[int | None] = {*by_role} or {None}
+    if by_role and found.ops(one) > OPS:  # each takes as long as all that was lowered so far: that of the most roles
+        depths = {max(by_role, key=by_role.count)}
     tried = []
     for depth in sorted(depths, key=str):
         try:
@@ -157,7 +158,8 @@ def _reason(name: str, best: Row, table: Sequence[Row], found: Search) -> Choice
         return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(other.candidate, name)))
     rest = {one: cost for one, cost in found.estimates.items() if getattr(one, name) != value}
     if not rest:
-        return Choice(shown, "there is no other value here")
+        large = name == "pipeline" and best.candidate.ranks.roles > 1
+        return Choice(shown, "no other was lowered: programs are large" if large else "there is no other value here")
     near = min(rest, key=lambda one: (rest[one][1] > budget, rest[one]))
     seconds, peak = rest[near]
     reason = f"{near} was not lowered: by the sketch {seconds:.4g} s and {size(peak)}"

@@ -9,10 +9,10 @@ from fzero.errors import SpecError
 from fzero.hardware import load, presets
 from fzero.lowering.chunk_loss import chunks_for
 from fzero.planner.candidates import Candidate
+from fzero.planner.estimates import Sketch
 from fzero.planner.planned import Row, size
 from fzero.planner.problem import Problem
 from fzero.planner.search import Search, search
-from fzero.planner.sketch import Sketch
 
 TRIED = 4  # candidates that are lowered for one way out
 DOUBLED = 5  # times that ranks, or halved rows, are tried

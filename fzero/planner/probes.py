@@ -25,6 +25,11 @@ from fzero.planner.grow import Token, checked, growth
 STARTS = (2, 4)  # layers on a role of the shallowest probe; more where more are gathered ahead than the first has
 FEW = 2  # microbatches of the probe that has the fewest, beyond one for each role of a pipeline
 HELD, HELD_KINDS = "held between steps", ("param", "optimizer")
+LEVELS: tuple[Callable[[Buffer], bool], ...] = (  # of bytes: all of the device, all of the host, the activations
+    lambda b: b.space == DEVICE,
+    lambda b: b.space == HOST,
+    lambda b: b.space == DEVICE and b.kind == "activation",
+)
 Lists = Mapping[int, Sequence[Token]]
 
 
@@ -59,9 +64,14 @@ class Foretold:
         """Bytes of the host of the fullest rank."""
         return max(_fullest(tokens, 1) for tokens in self.tokens.values())
 
+    @property
+    def activations(self) -> int:
+        """Bytes of the activations of the fullest rank, at their fullest moment."""
+        return max(_fullest(tokens, 2) for tokens in self.tokens.values())
+
     def held(self, kind: str) -> int:
         """Bytes of a kind of `HELD_KINDS` on the first role."""
-        return int(self.tokens[0][0].figures[2 + HELD_KINDS.index(kind)])
+        return int(self.tokens[0][0].figures[len(LEVELS) + HELD_KINDS.index(kind)])
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -140,36 +150,34 @@ def _grown(probes: Sequence[Lists], *times: int) -> Lists | None:
 def tokens_of(program: Program, rates: Rates) -> list[Token]:
     """The tokens of a program: what it holds between steps, then one for each op."""
     held, levels = [], []
-    for space in (DEVICE, HOST):
-        held.append(sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and b.space == space))
-        level = live_bytes(program.ops, program.buffers, _in(space))
+    for counted in LEVELS:
+        held.append(sum(b.nbytes for b in program.buffers.values() if b.kind in PERSISTENT and counted(b)))
+        level = live_bytes(program.ops, program.buffers, counted)
         levels.append([after - before for before, after in itertools.pairwise([held[-1], *level])])
     kinds = [sum(b.nbytes for b in program.buffers.values() if b.kind == kind) for kind in HELD_KINDS]
     found = [Token((HELD,), (*held, *kinds))]
-    for op, events, device, host in zip(program.ops, priced(program, rates), *levels, strict=True):
+    for op, events, device, host, kept in zip(program.ops, priced(program, rates), *levels, strict=True):
         kind = (op.kind, str(op.phase), tuple((e.does, e.lane, e.way) for e in events))
         here, need = program.space(op), op.workspace + op.heap
         sent = wire_bytes(program, op) + moved_bytes(program, op)
-        figures = (sent, device, need * (here == DEVICE), host, need * (here == HOST))
+        needs = need * (here == DEVICE), need * (here == HOST)
+        figures = (sent, device, needs[0], host, needs[1], kept, needs[0])
         found.append(Token(kind, (*figures, *(x for e in events for x in (e.seconds, e.place, e.written)))))
     return found
 
 
-def _in(space: str) -> Callable[[Buffer], bool]:
-    return lambda buffer: buffer.space == space
-
-
 def _events(token: Token) -> tuple[Event, ...]:
+    figures = iter(token.figures[1 + 2 * len(LEVELS) :])
     return tuple(
-        Event(does, lane, token.figures[5 + 3 * n], int(token.figures[6 + 3 * n]), way, int(token.figures[7 + 3 * n]))
-        for n, (does, lane, way) in enumerate(token.kind[2])
+        Event(does, lane, seconds, int(place), way, int(written))
+        for (does, lane, way), seconds, place, written in zip(token.kind[2], figures, figures, figures, strict=True)
     )
 
 
-def _fullest(tokens: Sequence[Token], space: int) -> int:
-    """Bytes at the fullest moment, of the device (0) or of the host (1)."""
-    level = most = int(tokens[0].figures[space])
+def _fullest(tokens: Sequence[Token], number: int) -> int:
+    """Bytes at the fullest moment, of one of `LEVELS`."""
+    level = most = int(tokens[0].figures[number])
     for token in tokens[1:]:
-        level += int(token.figures[1 + 2 * space])
-        most = max(most, level + int(token.figures[2 + 2 * space]))
+        level += int(token.figures[1 + 2 * number])
+        most = max(most, level + int(token.figures[2 + 2 * number]))
     return most

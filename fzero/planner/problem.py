@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fzero import tree
+from fzero.compile.captures import Captures
 from fzero.compile.resolve import by_flags
 from fzero.compile.state_recipe import recipe_for
 from fzero.errors import SpecError
@@ -36,7 +37,9 @@ NO_RULES = TensorRules({})
 class Problem:
     """given: the fields of the spec that are pinned. batch_of: the batch of a number of rows, on meta. rows: of the
     global one. layers: the numbered layers of the parameters. equal: those that are equal. budget: bytes that a rank
-    may use of its device. rules: of tensor parallelism, where the spec has none."""
+    may use of its device. rules: of tensor parallelism, where the spec has none. captures: of the step, as it was
+    lowered for candidates. shallower: by depth, the loss, and that and the parameters of a model with so many layers:
+    the same each time, so that captures know them."""
 
     spec: Spec
     given: frozenset[str]
@@ -49,6 +52,8 @@ class Problem:
     hardware: Hardware
     budget: int
     rules: TensorRules = NO_RULES
+    captures: Captures = field(default_factory=Captures, repr=False)
+    shallower: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def machine(self) -> Hardware:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fzero.compile.ahead import lower
+from fzero.compile.ahead import lower_again
 from fzero.compile.decide import DECIDERS, Deciders
-from fzero.compile.decide.budgets import SMALL_TILE
+from fzero.compile.decide.budgets import small_tiles
 from fzero.compile.decide.by_cost import bucket_bytes, prefetch_depth
 from fzero.compile.decide.update_place import cheaper_place
 from fzero.compile.lowered import Lowered
 from fzero.cost.bucket_costs import LARGE_BUCKETS, bucket_costs
+from fzero.cost.rates import Rates
 from fzero.cost.step_time import roles_time
 from fzero.errors import SpecError
 from fzero.hardware import Hardware
@@ -24,12 +25,17 @@ from fzero.spec import Spec
 LATENCY_SHARE = 0.1  # of a bucket's time that may be latency: a machine's file says no hop to the last microsecond
 
 
-def lowered_of(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None) -> Lowered:
-    """The programs of a spec over a mesh. Raises FzeroError where there are none."""
+def lowered_of(
+    problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders | None = None, *, verified: bool = True
+) -> Lowered:
+    """The programs of a spec over a mesh. verified: False for probes. Raises FzeroError where there are none."""
     if problem.rows % mesh.data_ranks:
         raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
     batch = problem.batch_of(problem.rows // mesh.data_ranks)
-    return lower(spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders)
+    return lower_again(
+        spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders, captures=problem.captures,
+        verified=verified,
+    )  # fmt: skip
 
 
 def step_seconds(lowered: Lowered, machine: Hardware) -> float:
@@ -44,20 +50,26 @@ def host_bytes(lowered: Lowered) -> int:
 
 def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
     """The functions that decide, by the machine's figures in place of those measured here."""
-    rates, axis = machine.rates(mesh), mesh.data_axes
-    costs = bucket_costs(rates, axis, mesh.size(axis), LARGE_BUCKETS) if mesh.data_ranks > 1 else {}
+    rates = machine.rates(mesh)
     return replace(
         DECIDERS,
-        bucket_bytes=lambda _: bucket_bytes(costs, LATENCY_SHARE),
+        bucket_bytes=lambda _: bucket_choice(rates, mesh),
         prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
         update_on=lambda program, _: cheaper_place(program, rates),
     )
 
 
+def bucket_choice(rates: Rates, mesh: Mesh) -> Choice[int]:
+    """The bytes of a bucket, by a mesh's figures."""
+    axis = mesh.data_axes
+    costs = bucket_costs(rates, axis, mesh.size(axis), LARGE_BUCKETS) if mesh.data_ranks > 1 else {}
+    return bucket_bytes(costs, LATENCY_SHARE)
+
+
 def sparing(machine: Hardware, mesh: Mesh) -> Deciders:
     """The same, but nothing is brought before it is needed: the least memory."""
     table = by_rates(machine, mesh)
-    return replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=_always(SMALL_TILE))
+    return replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=small_tiles)
 
 
 def _always(value: int) -> Callable[..., Choice[int]]:

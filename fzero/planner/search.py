@@ -11,16 +11,17 @@ from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.planner.candidates import Candidate, candidates, default
-from fzero.planner.deep import is_deep, probed
+from fzero.planner.deep import is_deep, probed, shallow_say
+from fzero.planner.estimates import Sketch
 from fzero.planner.planned import Row
 from fzero.planner.problem import Problem
 from fzero.planner.programs import by_rates, host_bytes, lowered_of, sparing, step_seconds
-from fzero.planner.sketch import Sketch
 
 LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many ops, and not fewer than that
 A_MESH = 3  # candidates of one mesh that are lowered, at least
 SLACK = 2  # a program that needs no more than this of the budget is lowered again, under the budget
 NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
+WORTH = 0.01  # of the fastest's seconds: what a candidate of a deep model is to save, to be lowered
 SHOWN = 160  # characters of a refusal
 
 
@@ -61,10 +62,14 @@ class Search:
         return self.rows[one]
 
     def row_in_full(self, one: Candidate) -> Row:
-        """The same of a candidate that shallow programs say nothing of."""
-        if one not in self.rows:
+        """The same, lowered in full: of a candidate that shallow programs say nothing of, or that may be the answer."""
+        if one not in self.rows or self.rows[one].probed:
             self.rows[one] = self.whole(one)
         return self.rows[one]
+
+    def ops(self, one: Candidate) -> int:
+        """The ops of the programs of all roles, of a candidate that was lowered in full; 0 of others."""
+        return sum(len(program.ops) for program in self.programs[one].programs.values()) if one in self.programs else 0
 
     def likely(self, one: Candidate) -> tuple[float, float]:
         """(seconds, bytes) of a candidate: as it was found, else by the sketch and what was found of others."""
@@ -114,7 +119,7 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
     found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard)
-    done = Search(of, {one: sketch.estimate(one, of.rows, of.machine, of.rules.bytes_a_row) for one in found})
+    done = Search(of, sketch.estimates(found, of.rows, of.machine, of.rules.bytes_a_row))
     done.row(default(of.spec, of.world_size))
     if len(done.estimates) <= most:
         for each in done.estimates:
@@ -138,21 +143,43 @@ def _refine(done: Search, most: int) -> None:
             return
         tried.add(best.candidate)
         for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
-            near = _corrected(done, one)[0] < (1 if is_deep(done.problem) else NEAR) * best.seconds
-            if near and one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most:
+            new = one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most
+            if new and _may_win(done, one, best.seconds):
                 done.row(one)
+
+
+def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
+    """Whether a candidate may be faster than so many seconds. Of a deep model, which takes long to lower, it must also
+    be said to fit."""
+    said, nbytes = _corrected(done, one)
+    if is_deep(done.problem):
+        return said < _worth(done, one) * seconds and nbytes <= NEAR * done.problem.budget
+    return said < NEAR * seconds
+
+
+def _worth(done: Search, one: Candidate) -> float:
+    """Of the fastest's seconds, as many as a candidate of a deep model may be said to take: fewer where shallow
+    programs will not say it, for the whole takes minutes."""
+    return 1 - WORTH if shallow_say(done.problem, one.ranks) else 2 - NEAR
 
 
 def _next(done: Search, a_mesh: int) -> Candidate | None:
     """The fastest candidate that is left and may fit, of a mesh that few are of; else the smallest. None: none may fit
     where something does."""
-    left = {one: _corrected(done, one) for one in done.estimates if one not in done.rows}
+    refused = {row.candidate.mesh for row in done.rows.values() if row.refused}
+    untried = [one for one in done.estimates if one not in done.rows]
+    untried = [one for one in untried if one.mesh not in refused] or untried  # what does not suit a mesh, seldom does
+    left = {one: _corrected(done, one) for one in untried}
     count = Counter(one.mesh for one in done.rows)
     near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]
+    if not done.fitting:
+        near = [one for one in near if left[one][1] <= done.problem.budget] or near
+        if is_deep(done.problem):
+            near = [one for one in near if shallow_say(done.problem, one.ranks)] or near
     few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
         fastest = min(row.seconds for row in done.fitting)
-        near = few = [one for one in few if left[one][0] < fastest]
+        near = few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
     unseen = [one for one in near if not count[one.mesh]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there
@@ -165,17 +192,12 @@ def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
     """The sketch's seconds and bytes, by what the candidates most like it were found to take."""
     seconds, nbytes = done.estimates[one]
     known = [row for row in done.rows.values() if not row.refused and row.candidate in done.estimates]
-    slower = [r.seconds / done.estimates[r.candidate][0] for r in _alike(known, one, ("mesh", "offload"))]
-    larger = [r.peak / max(done.estimates[r.candidate][1], 1) for r in _alike(known, one, ("remat", "offload"))]
+    far = [row.candidate.differs(one) for row in known]
+    nearest = min(far, default=0)
+    alike = [row for row, fields in zip(known, far, strict=True) if fields == nearest]
+    slower = [row.seconds / done.estimates[row.candidate][0] for row in alike]
+    larger = [row.peak / max(done.estimates[row.candidate][1], 1) for row in alike]
     return seconds * _mean(slower), nbytes * _mean(larger)
-
-
-def _alike(rows: Sequence[Row], one: Candidate, names: Sequence[str]) -> Sequence[Row]:
-    """The rows of candidates with the same fields of these names; where there are none, of one of them."""
-    for wanted in (names, names[:1], names[1:]):
-        if found := [r for r in rows if all(getattr(r.candidate, n) == getattr(one, n) for n in wanted)]:
-            return found
-    return rows
 
 
 def _mean(ratios: Sequence[float]) -> float:

@@ -20,8 +20,11 @@ from fzero.planner.problem import Problem
 def shallow(problem: Problem, layers: Layers, depth: int) -> Problem:
     """The problem of a model with `depth` of its layers. A rule of the spec that names a layer beyond it is refused
     later, where the step is lowered."""
-    params = _cut(problem.params_like, "", layers, depth)
-    loss = _with_parts(problem.spec.loss, lambda part: part.shallower(layers.stacks, depth))
+    whole = problem.spec.loss
+    if (known := problem.shallower.get(depth)) is None or known[0] is not whole:
+        loss = _with_parts(whole, lambda part: part.shallower(layers.stacks, depth))
+        known = problem.shallower[depth] = whole, loss, _cut(problem.params_like, "", layers, depth)
+    _, loss, params = known
     return replace(problem, spec=replace(problem.spec, loss=loss), params_like=params, layers=depth)
 
 

@@ -15,7 +15,7 @@ from fzero.planner.equal_layers import Stack
 from fzero.planner.planned import Row
 from fzero.planner.search import Search
 
-TRIES = 5  # programs that are lowered in full
+TRIES, OPS = 5, 15_000  # programs that are lowered in full: as many as have so many ops, and not more than that
 DIGITS = "0123456789"
 SPECIAL = {*"*[]"}  # characters of rules
 
@@ -63,28 +63,35 @@ def numbers_below(n: int) -> list[str]:
 def fewest_layers(done: Search) -> Row | None:
     """The row of the fastest program in which some layers are recomputed, lowered in full; None where no such program
     fits and is faster than all that fit. What was tried is in the search's rows."""
-    problem, best = done.problem, done.best()
+    problem, best = done.problem, min(done.fitting, key=lambda row: row.seconds, default=None)
     if "remat" in problem.given or problem.equal is None or best is None:
         return None
     if any(SPECIAL & {*part} for stack in problem.equal.stacks for part in stack):
         return None  # a rule would match other paths
-    depth, stacks, left = problem.equal.depth, tuple(sorted(problem.equal.stacks)), TRIES
+    depth, stacks, left = problem.equal.depth, tuple(sorted(problem.equal.stacks)), float(TRIES)
     for seconds, one, count in sorted(_between(done, depth), key=lambda found: found[0]):
-        if seconds >= best.seconds or not left:
+        if seconds >= best.seconds or left < 1:
             break
         fitted: Row | None = None
-        while left and 0 < count < depth:
-            left -= 1
+        while left >= 1 and 0 < count < depth:
             row = done.row_in_full(replace(one, remat=FirstLayers(count, depth, stacks)))
-            if not done.fits(row):
-                if fitted is not None:
-                    break  # one layer less does not fit
-                count += 1
-                continue
-            fitted, count = row, count - 1
+            left -= max(1, done.ops(row.candidate) * TRIES / OPS)
+            if done.fits(row) and (fitted is None or row.seconds < fitted.seconds):
+                fitted, count = row, count - 1
+            elif fitted is not None:
+                break  # one layer less does not fit, or only by what costs more
+            else:
+                count = max(count + 1, _more(done, one, row, count, depth))
         if fitted is not None and fitted.seconds < best.seconds:
             best = fitted
     return best if isinstance(best.candidate.remat, FirstLayers) else None
+
+
+def _more(done: Search, one: Candidate, row: Row, count: int, depth: int) -> int:
+    """How many layers fit, where so many take what a row says: on the line from there to all of them."""
+    least = done.likely(replace(one, remat="full"))[1]
+    slope = (row.peak - least) / (depth - count)
+    return depth - int((done.problem.budget - least) / slope) if slope > 0 else depth
 
 
 def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate, int]]:

@@ -61,6 +61,6 @@ def _road(program: Program, rank: int) -> list[tuple[int, Meeting]]:
     road = []
     for i, op in enumerate(program.ops):
         if op.is_collective and op.axis is not None and op.axis in mesh and mesh.size(op.axis) > 1:
-            road.append((i, Meeting(op.axis, mesh.peers(rank, op.axis)[0], seen[op.axis])))
+            road.append((i, Meeting(op.axis, mesh.leader(rank, op.axis), seen[op.axis])))
             seen[op.axis] += 1
     return road

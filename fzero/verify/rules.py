@@ -268,7 +268,7 @@ def _together(programs: Mapping[int, Program]) -> None:
     for rank, calls_ in issued.items():
         mesh = programs[rank].mesh
         for axis in {*mesh.names, *calls_}:
-            first = leaders.setdefault((axis, mesh.peers(rank, axis)[0] if axis in mesh else 0), rank)
+            first = leaders.setdefault((axis, mesh.leader(rank, axis) if axis in mesh else 0), rank)
             if calls_ is issued[first]:
                 continue
             ours, theirs = issued[first].get(axis, []), calls_.get(axis, [])
@@ -325,7 +325,7 @@ def _columns(programs: Mapping[int, Program]) -> list[Column]:
                 "rank, as in fzero.verify(lowered.roles)"
             )
             raise VerifyError(_message("roles", rank, program, -1, what, True))
-        columns.setdefault(program.mesh.peers(rank, PIPELINE)[0], {})[program.role] = rank, program
+        columns.setdefault(program.mesh.leader(rank, PIPELINE), {})[program.role] = rank, program
     different = {tuple(id(column[role][1]) for role in sorted(column)): column for column in columns.values()}
     for column in different.values():
         rank, program = column[min(column)]

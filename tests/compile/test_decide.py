@@ -15,15 +15,16 @@ from tp_models import gpt
 
 import fzero
 from fzero.compile import decide
-from fzero.compile.decide.by_cost import DEPTHS, bucket_bytes, fastest, product
+from fzero.compile.decide.by_cost import DEPTHS, bucket_bytes, fastest, product, tile_bytes
 from fzero.compile.decide.layers_cut import fewest_elements
 from fzero.cost import step_time
 from fzero.cost.bucket_costs import bucket_costs, kept_bucket_costs
 from fzero.cost.kept_costs import remember
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
-from fzero.ir.decisions import BUDGET, CHOSEN, GIVEN, IDLE, Choice, Decisions, RoleDecisions, RunnerUp
+from fzero.ir.decisions import BUDGET, CHOSEN, GIVEN, IDLE, TILE_BYTES, Choice, Decisions, RoleDecisions, RunnerUp
 from fzero.ir.mesh import Mesh
+from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.program import Program
 from fzero.passes import Options
 from fzero.plan.layout import BUCKET_BYTES
@@ -359,3 +360,16 @@ def test_lower_has_the_buckets_of_init(tmp_path: Any, monkeypatch: pytest.Monkey
     plan = fzero.lower(spec, {"layers": [{"v": leaf, "w": leaf}]}, torch.empty(2, 1200, device="meta")).plan
     assert plan.bucket_bytes.value == 8 << 20
     assert len(plan.buckets) == 2
+
+
+def test_a_large_bucket_that_is_held_elsewhere_has_few_tiles() -> None:
+    program = lower(offload="optimizer").after("schedule_updates")
+    largest = max(b.nbytes for b in program.buffers.values() if b.kind == "optimizer" and b.bucket is not None)
+    small = tile_bytes(program)
+    assert small.value == TILE_BYTES >= largest
+    assert tile_bytes(program, least=largest // 4, tiles=4).value == largest // 4
+    few = tile_bytes(program, least=1, tiles=4)
+    assert few.value % PAGE_BYTES == 0
+    assert largest <= 4 * few.value < largest + 4 * PAGE_BYTES
+    assert "4 tiles of the largest bucket" in few.reason
+    assert tile_bytes(lower().after("schedule_updates"), least=1).value == 1  # nothing is elsewhere

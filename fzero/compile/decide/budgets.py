@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from fzero.compile.decide.by_cost import tile_bytes
 from fzero.cost.memory import MemoryAccount, account
 from fzero.errors import SpecError
 from fzero.ir.decisions import BUDGET, Choice, RoleDecisions, RunnerUp
@@ -18,6 +19,7 @@ from fzero.ir.records import DEVICE, HOST
 from fzero.passes import FROM_PREFETCH, Options, PassRecord, optimise
 
 SMALL_TILE = 1 << 20  # bytes: below, the fixed costs of a move show
+MOST_TILES = 64  # of a bucket: more are ops that save next to nothing
 Result = tuple[Program, RoleDecisions, tuple[PassRecord, ...]]
 
 
@@ -53,7 +55,12 @@ def tighter(program: Program, decided: RoleDecisions) -> Iterator[RoleDecisions]
         yield decided.but(fetch_ahead=1)
     yield decided.but(fetch_ahead=0)
     yield decided.but(fetch_ahead=0, prefetch=0)
-    yield decided.but(fetch_ahead=0, prefetch=0, tile_bytes=min(decided.tile_bytes.value, SMALL_TILE))
+    yield decided.but(fetch_ahead=0, prefetch=0, tile_bytes=min(decided.tile_bytes.value, small_tiles(program).value))
+
+
+def small_tiles(program: Program) -> Choice[int]:
+    """The smallest tiles that are tried."""
+    return tile_bytes(program, SMALL_TILE, MOST_TILES)
 
 
 def _explained(

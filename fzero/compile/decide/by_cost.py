@@ -10,14 +10,17 @@ from fzero.cost.kept_costs import Figures
 from fzero.cost.rates import Rates
 from fzero.cost.step_time import seconds
 from fzero.ir.decisions import CHOSEN, IDLE, TILE_BYTES, Choice, RunnerUp
+from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.program import Program
 from fzero.passes import Options
+from fzero.passes.offload.to_spaces import copies_of
 from fzero.passes.prefetch import prefetch
 from fzero.plan.layout import BUCKET_BYTES
 
 DEPTHS = (0, 1, 2, 4)
 GAIN = 0.005  # a choice other than the rule's must be predicted to save this part of a step
 LATENCY_SHARE = 0.02  # of a bucket's time: more is lost to latency by a smaller one
+TILES = 16  # of a bucket, of which few are on the device at once
 MARGIN = 1.1  # of two libraries: a tie stays with torch's default
 
 
@@ -58,9 +61,15 @@ def fetch_ahead(program: Program) -> Choice[int]:
     return Choice(ahead, "one run ahead: the processor that computes also moves", runner_up=RunnerUp(0))
 
 
-def tile_bytes(program: Program) -> Choice[int]:
-    """The most of a column held off the device that is brought at once."""
-    return Choice(TILE_BYTES, "large enough that the fixed costs of a move do not show")
+def tile_bytes(program: Program, least: int = TILE_BYTES, tiles: int = TILES) -> Choice[int]:
+    """The most of a column held off the device that is brought at once: `least`, or more where a bucket is so large
+    that it would be cut into more than `tiles`."""
+    held = (program.buffers[name] for name in copies_of(program).values())
+    largest = max((b.nbytes for b in held if b.bucket is not None), default=0)
+    if largest <= tiles * least:
+        return Choice(least, "large enough that the fixed costs of a move do not show")
+    reason = f"{tiles} tiles of the largest bucket: smaller ones are more ops, and hide nothing more"
+    return Choice(-(-largest // (tiles * PAGE_BYTES)) * PAGE_BYTES, reason, CHOSEN, runner_up=RunnerUp(least))
 
 
 def bucket_bytes(costs: Mapping[str, float], share: float = LATENCY_SHARE) -> Choice[int]:

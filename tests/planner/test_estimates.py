@@ -1,0 +1,86 @@
+"""Estimates propose: their bytes are near those of lowered programs, and they read `offload` as the Spec does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fzero
+from fzero import optim
+from fzero.hardware import load
+from fzero.planner.candidates import Candidate, fixed
+from fzero.planner.estimates import FEW_LAYERS, Sketch
+from fzero.planner.problem import Problem, problem_of
+from fzero.planner.search import Search
+from fzero.planner.sketch import sketched
+
+WIDTH, DEPTH, ROWS, TOKENS = 1024, 6, 16, 128
+PARAMS = {
+    "layers": [
+        {"up": torch.empty(WIDTH, 4 * WIDTH, device="meta"), "down": torch.empty(4 * WIDTH, WIDTH, device="meta")}
+        for _ in range(DEPTH)
+    ]
+}
+BATCH = torch.empty(ROWS, TOKENS, WIDTH, device="meta")
+EVERYTHING = {"optimizer": "cpu", "params": "cpu", "grads/**": "cpu"}
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    for layer in p["layers"]:
+        x = x + torch.nn.functional.gelu(x @ layer["up"]) @ layer["down"]
+    return x.square().mean()
+
+
+def spec(**fields: Any) -> fzero.Spec:
+    return fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), clip_norm=1.0, **fields)
+
+
+@pytest.fixture(scope="module")
+def sketch() -> tuple[Problem, Sketch]:
+    problem = problem_of(spec(), PARAMS, BATCH, 8, load("h100"), None)
+    return problem, sketched(problem)
+
+
+CASES = [
+    ((("dp", 8),), 0, 1, "none", None),
+    ((("dp", 8),), 1, 2, "none", None),
+    ((("dp", 8),), 2, 1, "full", None),
+    ((("dp", 8),), 3, 1, "none", None),
+    ((("dp", 8),), 3, 1, "full", "optimizer"),
+    ((("dp", 8),), 0, 1, "full", "optimizer+params"),
+    ((("dp", 8),), 0, 1, "full", EVERYTHING),
+    ((("pp", 2), ("dp", 4)), 1, 2, "none", None),
+]
+
+
+@pytest.mark.parametrize(("mesh", "zero", "microbatches", "remat", "offload"), CASES)
+def test_bytes_are_near_those_of_the_program(
+    sketch: tuple[Problem, Sketch], mesh: Any, zero: int, microbatches: int, remat: str, offload: Any
+) -> None:
+    problem, of = sketch
+    one = Candidate(mesh, zero, microbatches, remat, fixed(offload))
+    said = of.estimates([one], ROWS, problem.machine)[one][1]
+    found = Search(problem, {}).whole(one).peak
+    assert found / 1.6 < said < found * 1.6
+
+
+def test_homes_are_read_as_the_spec_reads_them() -> None:
+    """By rules over paths, which name neither the optimizer nor the parameters as the short words do."""
+    by_paths = {"opt_state/**": "cpu", "params/layers/*/up": "cpu"}
+    one = Candidate((("dp", 8),), 0, 1, "none", fixed(by_paths))
+    problem = problem_of(spec(offload=by_paths), PARAMS, BATCH, 8, load("h100"), None)
+    sketch = sketched(problem)
+    held = sketch.held[one.offload]
+    assert (held.params, held.gradients) == (0.5, False)
+    assert held.optimizer < 1e-6  # but for the count of steps
+    assert sketch.held["optimizer"].params == 1.0
+    assert sketch.held[fixed(EVERYTHING)].gradients
+    nothing = replace(one, offload=None)
+    found = sketch.estimates([one, nothing], ROWS, problem.machine)
+    away = sketch.optimizer + sketch.params / 2 - sketch.params * FEW_LAYERS / DEPTH  # a few layers are fetched at once
+    assert found[nothing][1] - found[one][1] == pytest.approx(away, rel=0.1)
+    assert found[one][0] > found[nothing][0]
