@@ -8,7 +8,7 @@ A gradient of a bias is the sum of a matrix's rows. Read again, the matrix costs
 
 with g = weight dy, xhat = (x - mean) rstd and r what is added to dx, if anything. What is summed is what was written,
 rounded to its dtype. Each program keeps the sums of a block of rows in registers, in fp32, and adds them up at its end;
-a second kernel adds the blocks. There are no atomics, and the blocks depend on the shapes alone: the bits repeat on every
+a second kernel adds the blocks. There are no atomics, and the blocks depend on the shapes alone: the bits repeat on any
 device.
 
 Byte floor: an element of what is read and of what is written; of partial sums 4 in 16 rows.
