@@ -208,7 +208,12 @@ def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tenso
     spec = Spec(
         loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
         zero=zero,
-        **{"optimizer": optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY), "precision": setup.dtype, **options},
+        **{
+            "optimizer": optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+            "precision": setup.dtype,
+            "compile": "none",
+            **options,
+        },
     )
     return params, spec
 

@@ -129,6 +129,7 @@ class Backend:
     fetch_ahead: how many runs before its use a fetch from the host starts.
     product_sides: of 16-bit products, sides that are no multiple of it are padded (`fzero.codegen.pad`).
     chunk: elements that elementwise work takes at a time; None: as many as stay in the processor's cache.
+    compiles: what `Spec(compile=None)` means on it.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Backend:
     fetch_ahead: int = 1
     product_sides: int = 1
     chunk: int | None = None
+    compiles: str = "none"
 
 
 CPU = Backend("cpu", HostCalls(), on_host=True, transports=("p2p", "shared"))
@@ -153,7 +155,7 @@ CPU = Backend("cpu", HostCalls(), on_host=True, transports=("p2p", "shared"))
 CUDA = Backend(
     "cuda", CudaCalls(), on_streams=True, records_graphs=True, locks_pages=True, has_kernels=True, group="nccl",
     transports=("nccl",), disk_by_host=True, looks_after=16, fetch_ahead=3, product_sides=8,
-    chunk=1 << 22,
+    chunk=1 << 22, compiles="auto",
 )  # fmt: skip
 BACKENDS = {backend.name: backend for backend in (CPU, CUDA)}
 UNKNOWN = Backend("unknown", HostCalls(), chunk=1 << 22)  # of any other device, as "meta": nothing is known of it

@@ -14,7 +14,7 @@ from fzero.field_checks import choice, needs
 class RunOptions:
     """How a program is run; the fields are those of `fzero.Spec`. Raises SpecError for one that cannot be used."""
 
-    compile: str = "none"
+    compile: str | None = None
     matmul: str = "default"
     transfers: str = "auto"
     cuda_graph: bool = True
@@ -24,7 +24,8 @@ class RunOptions:
     device: Any = None
 
     def __post_init__(self) -> None:
-        choice("compile", self.compile, ("none", "auto", "inductor"))
+        if self.compile is not None:
+            choice("compile", self.compile, ("none", "auto", "inductor"))
         choice("matmul", self.matmul, ("default", "fastest"))
         choice("transfers", self.transfers, ("auto", "shared", "p2p"))
         choice("on_change", self.on_change, ("error", "retrace"))

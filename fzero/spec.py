@@ -113,7 +113,8 @@ class Spec:
     on_change: the action if a value that the functions read from Python (a global, a variable of an outer function, an
     attribute) has changed at a later step: "error", or "retrace", which traces a new program.
     compile: "inductor" compiles the loops in each segment, "none" runs plain aten ops, "auto" compiles where that was
-    measured to be faster (docs/compile.md). Without a compiler both run plain aten ops, and log it.
+    measured to be faster (docs/compile.md). None: "auto" on CUDA, "none" on the CPU. Without a compiler each runs plain
+    aten ops, and logs it.
     params: with `step` and stage 1 or 2, path rules of the leaves that stay replicated.
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
     "auto": shared if possible, each gather by measured cost. Same bits.
@@ -160,7 +161,7 @@ class Spec:
     matmul: str = "default"
     allow_unused: bool = False
     on_change: str = "error"
-    compile: str = "none"
+    compile: str | None = None
     params: str | Sequence[str] = DEFAULT_PARAMS
     transfers: str = "auto"
     cuda_graph: bool = True

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fzero import backend
 from fzero._torch_compat import function_schema
 from fzero.codegen import clusters
 from fzero.ir import fx_nodes, fx_values, segments
@@ -63,15 +64,24 @@ class Fused:
         return self.__name__
 
 
-def fuse(program: Program, how: str) -> tuple[dict[str, fx.GraphModule], dict[str, Fused]]:
+def how_of(gm: fx.GraphModule, how: str | None) -> str:
+    """`Spec.compile` of a segment: what its device makes of None."""
+    return how if how is not None else backend.of(_device(gm)).compiles
+
+
+def fuse(program: Program, how: str | None) -> tuple[dict[str, fx.GraphModule], dict[str, Fused]]:
     """(by hash, the segments that have stretches, with `Fused` nodes for them; the stretches by hash).
 
-    how: "none"; "inductor": every stretch; "auto": those that move `AUTO_BYTES` or more.
+    how: "none"; "inductor": every stretch; "auto": those that move `AUTO_BYTES` or more; None: as the device has it.
     """
     stretches: dict[str, Fused] = {}
     with_stretches: dict[str, fx.GraphModule] = {}
-    for key, same in aliased(program).items() if how != "none" else ():
-        segment, own = fused(program.segments[key], same, AUTO_BYTES if how == "auto" else 0, known=stretches)
+    hows = {key: this for key, gm in program.segments.items() if (this := how_of(gm, how)) != "none"}
+    for key, same in aliased(program).items() if hows else ():
+        if key not in hows:
+            continue
+        least = AUTO_BYTES if hows[key] == "auto" else 0
+        segment, own = fused(program.segments[key], same, least, known=stretches)
         if segment is not None:
             with_stretches[key] = segment
         stretches |= own

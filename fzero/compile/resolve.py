@@ -46,7 +46,7 @@ class LoweringOptions:
     gradients: Mapping[str, str]
     device_bytes: int | None
     host_bytes: int | None
-    compile: str
+    compile: str | None
     matmul: str
     cuda_graph: bool
     pipeline: Pipeline

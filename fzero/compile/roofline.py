@@ -112,7 +112,7 @@ class Roofline:
 
 
 def roofline(
-    program: Program, how: str, rates: Rates, counted: Mapping[str, tuple[int, int]] | None = None
+    program: Program, how: str | None, rates: Rates, counted: Mapping[str, tuple[int, int]] | None = None
 ) -> Roofline:
     """The account of a program.
 
@@ -133,7 +133,7 @@ def roofline(
     return Roofline(tuple(ordered), texts, account(program).peak, len(pool))
 
 
-def counted_by_inductor(program: Program, how: str) -> dict[str, tuple[int, int]]:
+def counted_by_inductor(program: Program, how: str | None) -> dict[str, tuple[int, int]]:
     """{digest of a cluster: (kernels, the bytes that they move)}, by the code that Inductor writes for an H100.
 
     Raises FzeroError outside of a process of `fzero fake-cuda`.

@@ -51,7 +51,7 @@ class Options:
     prefetch_bytes: int | None = None
     overlap: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
-    compile: str = "none"
+    compile: str | None = "none"
     chunk_of: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, str] = field(default_factory=dict)
     decided: RoleDecisions = field(default_factory=RoleDecisions)

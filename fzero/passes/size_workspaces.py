@@ -13,13 +13,13 @@ stretch that does not compile is then aten's ops, in memory of the allocator's.
 from __future__ import annotations
 
 from fzero.codegen import clusters, inplace, segment_memory
-from fzero.codegen.fusion import fuse
+from fzero.codegen.fusion import fuse, how_of
 from fzero.ir import rewrite
 from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
 
 
-def size_workspaces(program: Program, how: str = "none") -> Program:
+def size_workspaces(program: Program, how: str | None = "none") -> Program:
     """The program with `workspace` and `heap` bytes on every run; `how` is `Options.compile`."""
     fused, _ = fuse(program, how)
 
@@ -29,7 +29,7 @@ def size_workspaces(program: Program, how: str = "none") -> Program:
         forms = (gm for gm in (None if always else program.segments[key], fused.get(key)) if gm is not None)
         either = [segment_memory.layout(gm, inplace.apart(op)) for gm in forms]
         sizes = {"workspace": max(x.nbytes for x in either), "heap": max(x.heap for x in either)}
-        form = {"compile": how} if always else {}
+        form = {"compile": how_of(program.segments[key], how)} if always else {}
         return op.with_attrs(**form, **{name: size for name, size in sizes.items() if size})
 
     ops = [measured(op) if op.computes else op for op in program.ops]

@@ -48,7 +48,7 @@ PER_WORKER = 8  # this many stretches pay for the three seconds that a worker ta
 def compiled(
     program: Program,
     *,
-    how: str,
+    how: str | None,
     device: torch.device | str = "cpu",
     rank: int = 0,
     world_size: int = 1,

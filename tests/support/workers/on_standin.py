@@ -22,6 +22,7 @@ import json
 import tempfile
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ from standin.running import (
 )
 
 import fzero
-from fzero import optim
+from fzero import backend, optim
 from fzero._torch_compat import is_fake
 from fzero.codegen import bind, handed, own_kernels
 from fzero.comm import heartbeat, transfers
@@ -74,6 +75,9 @@ from fzero.session.session import session_of
 from fzero.state import storage
 from fzero.state.host_memory import host_memory
 from fzero.tools import machine_probes
+
+if STANDIN:  # Inductor's code does not run there
+    backend.BACKENDS["cuda"] = replace(backend.CUDA, compiles="none")
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
