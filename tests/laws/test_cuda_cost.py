@@ -8,6 +8,7 @@ That the formula gives the step times which were recorded on an H100 is tests/co
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -23,9 +24,6 @@ import fzero
 from fzero.tools import fake_cuda_command
 
 ROOT = Path(__file__).parents[2]
-RECORD = json.loads((ROOT / "benchmarks" / "results" / "gpu_gpt2_large.json").read_text())["sizes"]["gpt2_large"][
-    "rows"
-]
 needs_fakes = [
     pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="it needs a C++ compiler"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="it needs a torch without CUDA"),
@@ -35,17 +33,19 @@ needs_fakes = [
 
 
 FEW, ALL = 6, 36  # layers
-DEPTHS = [FEW, pytest.param(ALL, marks=pytest.mark.acceptance)]
+LONG = pytest.mark.acceptance
+STEPS = [("gpt2", FEW), pytest.param(("gpt2", ALL), marks=LONG), pytest.param(("llama", 24), marks=LONG)]
 
 
-@pytest.fixture(scope="module", params=DEPTHS)
-def layers(request: pytest.FixtureRequest) -> int:
-    count: int = request.param
-    return count
+@pytest.fixture(scope="module", params=STEPS, ids=str)
+def step(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """The model and its layers."""
+    found: tuple[str, int] = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def told(layers: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def told(step: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the worker told."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FZERO_CACHE", str(ROOT / "runs" / "standin"))
@@ -54,7 +54,7 @@ def told(layers: int, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TORCHINDUCTOR_CACHE_DIR": cache}
     worker = ROOT / "tests" / "support" / "workers" / "on_fake_cuda.py"
     done = subprocess.run(
-        [sys.executable, str(worker), str(layers)],
+        [sys.executable, str(worker), str(step[1]), step[0]],
         env={**env, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -70,18 +70,21 @@ class TestWithoutADevice:
 
     @pytest.mark.parametrize("how", ["none", "auto"])
     def test_what_a_step_moves(
-        self, told: dict[str, Any], layers: int, how: str, golden: Callable[[str, str], None]
+        self, told: dict[str, Any], step: tuple[str, int], how: str, golden: Callable[[str, str], None]
     ) -> None:
-        golden(f"cuda_cost/{how}" if layers == ALL else f"cuda_cost/{how}_{layers}_layers", told[how]["text"])
+        model, layers = step
+        name = "" if step == ("gpt2", ALL) else f"_{layers}_layers" if model == "gpt2" else f"_{model}"
+        golden(f"cuda_cost/{how}{name}", told[how]["text"])
 
     def test_no_product_is_unaligned(self, told: dict[str, Any]) -> None:
         assert all("\n0 products with a side" in told[how]["text"] for how in ("none", "auto"))
 
-    @pytest.mark.parametrize("layers", DEPTHS[1:], indirect=True)
-    def test_the_model_gives_what_the_documents_say(self, told: dict[str, Any]) -> None:
-        """Modelled, not measured: docs/performance.md has these figures."""
-        assert told["none"]["ms"] < 112
-        assert told["auto"]["ms"] < 103
+    @pytest.mark.parametrize("step", STEPS[1:], indirect=True)
+    def test_the_model_gives_what_the_documents_say(self, told: dict[str, Any], step: tuple[str, int]) -> None:
+        """Measured: 112.1 and 94.3 ms of GPT-2 large, 138.7 ms of the Llama (docs/performance.md)."""
+        most = {"gpt2": (110, 93.5), "llama": (math.inf, 150)}[step[0]]
+        assert told["none"]["ms"] < most[0]
+        assert told["auto"]["ms"] < most[1]
 
     def test_it_is_cudas_program(self, told: dict[str, Any]) -> None:
         assert told["none"]["attention"] == [

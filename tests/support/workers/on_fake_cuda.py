@@ -1,6 +1,7 @@
 """The accounts of CUDA's programs, made without a device: run by test_cuda_cost.py in the process of `fzero fake-cuda`.
 
-Its argument is the number of layers. Prints one line of JSON: by name, an account as text and what the test asks of it.
+Its arguments are the number of layers and the model. Prints one line of JSON: by name, an account as text and what the
+test asks of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from fzero.interop import from_module
 from fzero.ir import fx_nodes
 
 GPT2_LARGE = Size(layers=36, width=1280, heads=20, vocabulary=50257, sequence=1024, batch=8, inner=5120)
+LLAMA = Size(
+    layers=24, width=2048, heads=16, vocabulary=32000, sequence=2048, batch=4, inner=5504, family="llama"
+)  # 1.1B parameters
+MODELS = {"gpt2": GPT2_LARGE, "llama": LLAMA}
 
 
 def lowered(size: Size, how: str) -> Any:
@@ -52,7 +57,7 @@ def told(found: Any, how: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    layers = int(sys.argv[1])
-    shallow = lowered(replace(GPT2_LARGE, layers=layers // 3), "auto").roofline()
-    accounts = {how: told(lowered(replace(GPT2_LARGE, layers=layers), how), how) for how in ("none", "auto")}
+    layers, size = int(sys.argv[1]), MODELS[sys.argv[2]]
+    shallow = lowered(replace(size, layers=layers // 3), "auto").roofline()
+    accounts = {how: told(lowered(replace(size, layers=layers), how), how) for how in ("none", "auto")}
     print(json.dumps({**accounts, "clusters_of_a_third": shallow.clusters}))
