@@ -124,9 +124,10 @@ class _Groups(dict[fx.Node, fx.Node]):
         """Puts a cast into the set that reads it; each further set gets a cast of its own, or is joined where it reads
         a view of it."""
         users = [user for user in move.users if user in self]
-        inside = [node for node in readers(move) if node in self]
-        by_views = {self.leader(node) for node in inside if node not in users}
-        for number, leader in enumerate(dict.fromkeys(map(self.leader, inside))):
+        views = [view for view in move.users if fx_nodes.is_view(view)]
+        by_views = {self.leader(node) for view in views for node in readers(view) if node in self}
+        sets = list(dict.fromkeys(self.leader(node) for node in readers(move) if node in self))
+        for number, leader in enumerate(sets):
             own = [user for user in users if self.leader(user) is leader]
             if number == 0 or leader in by_views:
                 self.join(move, leader)

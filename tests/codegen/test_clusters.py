@@ -68,9 +68,16 @@ def test_stretches_that_read_a_cast_have_one_each_and_one_of_a_view_is_joined() 
         other = torch.exp(torch.exp(low + y) * low.view(2, 8).view(4, 4))
         return [torch.tanh(first * x), other]
 
+    def by_both(leaf: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
+        low = leaf.to(LOW)
+        first = torch.sigmoid(low)
+        other = torch.exp(low + low.view(2, 8).view(4, 4))
+        return [torch.tanh(first * x), other * y]
+
     inputs = square(0), square(1, LOW), square(2, LOW)
     assert stretches_keep_the_bits(apart, *inputs) == 2
     assert stretches_keep_the_bits(by_a_view, *inputs) == 1
+    assert stretches_keep_the_bits(by_both, *inputs) == 1
 
 
 UNARY: list[Callable[[Tensor], Tensor]] = [
