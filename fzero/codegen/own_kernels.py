@@ -144,7 +144,7 @@ def _norm(shape: _Shape, node: fx.Node) -> Found | None:
     if set(parts) != {0, 1, 2} or wanted != [True] * 3 or len(width) != 1 or width[0] > WIDEST:
         return None
     made, added = parts[0], shape.only(aten.add.Tensor)
-    residual = None
+    residual: Any = None
     if added is not None:
         others = [arg for arg in added.args if arg is not made]
         if len(others) != 1 or added.kwargs or list(made.users) != [added]:

@@ -55,6 +55,9 @@ class Home(Protocol):
     def device(self) -> torch.device:
         """The device of the state."""
 
+    def lent(self, leaf: Leaf) -> None:
+        """Notes that a user has a leaf's memory, and may write to it."""
+
     @property
     def sent_bytes(self) -> Mapping[str, int]:
         """The bytes that this rank has sent so far, by axis of the mesh."""
@@ -134,8 +137,12 @@ class ShardedTensor:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, a view of the state's memory: 1-D if ZeRO slices the leaf, else in the leaf's shape or
-        that of its part by dims. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
+        that of its part by dims. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError.
+
+        The next step sees all that is written into it before. Ask for it again after that step: of a tensor that was
+        kept, it sees only the writes that torch counts, and those of collectives or `.data` are not among them."""
         self.life.check(self.path)
+        self.runtime.lent(self.leaf)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
     def full(self) -> torch.Tensor:
