@@ -98,10 +98,6 @@ class Session:
     def copies(self) -> Copies:  # of parameters, between steps
         return Copies(self.memory.in_memory, self.transport.block)
 
-    def lent(self, leaf: Leaf) -> None:
-        """Notes that a user has a leaf's memory, and may write to it."""
-        self.copies.spoiled(leaf.buffer)
-
     @property
     def like(self) -> Any:
         """The state as one rank's step sees it, on the meta device."""

@@ -28,6 +28,13 @@ NO_COPY = (
 )
 
 
+class Spoiled(Protocol):
+    """Copies of buffers (`fzero.runtime.copies.Copies`), as a leaf sees them."""
+
+    def spoiled(self, master: str) -> None:
+        """Notes that a buffer may be written by others."""
+
+
 class Home(Protocol):
     """The session that a leaf lives in (`fzero.session.session.Session`), as the leaf sees it."""
 
@@ -55,8 +62,9 @@ class Home(Protocol):
     def device(self) -> torch.device:
         """The device of the state."""
 
-    def lent(self, leaf: Leaf) -> None:
-        """Notes that a user has a leaf's memory, and may write to it."""
+    @property
+    def copies(self) -> Spoiled:
+        """What is kept of the state between steps beside it."""
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
@@ -142,7 +150,7 @@ class ShardedTensor:
         The next step sees all that is written into it before. Ask for it again after that step: of a tensor that was
         kept, it sees only the writes that torch counts, and those of collectives or `.data` are not among them."""
         self.life.check(self.path)
-        self.runtime.lent(self.leaf)
+        self.runtime.copies.spoiled(self.leaf.buffer)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
     def full(self) -> torch.Tensor:
