@@ -17,7 +17,7 @@ Casts and copies count and connect nothing: ZeRO stages differ in them, and ever
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -87,11 +87,12 @@ def _runs(graph: fx.Graph) -> list[list[fx.Node]]:
 def _parts(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The nodes of a run by what they share: values that one computes and another reads, and memory that one writes.
 
-    A cast of what the segment is given, as of a leaf, connects nothing. Parts that read it have one each.
+    A cast of what the segment is given, as of a leaf, connects nothing where the run does not write that. Parts that
+    read it have one each.
     """
     group = _Groups(run)
     writers = {fx_nodes.base(into): node for node in run for into in fx_nodes.mutated(node)}
-    outer = [n for n in run if _moves(n) and not fx_nodes.mutated(n) and _is_given(n)]
+    outer = [n for n in run if _moves(n) and not fx_nodes.mutated(n) and _is_given(n, writers)]
     for node in run:
         for operand in node.all_input_nodes:
             made = fx_nodes.base(operand)
@@ -120,13 +121,15 @@ class _Groups(dict[fx.Node, fx.Node]):
         self[self.leader(node)] = self.leader(other)
 
     def give(self, move: fx.Node) -> None:
-        """Puts a cast into the set that reads it; each further set gets a cast of its own, and is joined if it reads
+        """Puts a cast into the set that reads it; each further set gets a cast of its own, or is joined where it reads
         a view of it."""
         users = [user for user in move.users if user in self]
+        views = [view for view in move.users if fx_nodes.is_view(view)]
+        by_views = {self.leader(node) for view in views for node in readers(view) if node in self}
         sets = list(dict.fromkeys(self.leader(node) for node in readers(move) if node in self))
         for number, leader in enumerate(sets):
             own = [user for user in users if self.leader(user) is leader]
-            if number == 0 or not own:
+            if number == 0 or leader in by_views:
                 self.join(move, leader)
                 continue
             with move.graph.inserting_after(move):
@@ -148,8 +151,10 @@ def _moves(node: fx.Node) -> bool:
     return node.target is not operator.getitem and not _computes(node)
 
 
-def _is_given(node: fx.Node) -> bool:
-    return all(fx_nodes.base(operand).op == "placeholder" for operand in node.all_input_nodes)
+def _is_given(node: fx.Node, written: Collection[fx.Node]) -> bool:
+    """Whether a node reads only what the segment is given, and is not written."""
+    owners = {fx_nodes.base(operand) for operand in node.all_input_nodes}
+    return all(owner.op == "placeholder" and owner not in written for owner in owners)
 
 
 def _lies_elsewhere(node: fx.Node, run: Sequence[fx.Node]) -> bool:

@@ -33,8 +33,8 @@ def handed(gm: fx.GraphModule) -> frozenset[fx_values.Value]:
             continue
         for index, _ in fx_values.results(node):
             names = [user for user in node.users if user.args[1] == index]
-            directly = [user for name in names for user in name.users]
-            if names and on_device(names[0]) and set(directly) == {reader} and not _written(reader, names):
+            directly = [user for name in names for user in name.users]  # of two names, a reader would take it twice
+            if len(names) == 1 and on_device(names[0]) and directly == [reader] and not _written(reader, names):
                 found.add((node, index))
     outputs = {key for node in fx_nodes.outputs(gm.graph) for key in fx_values.memory(node)}
     return frozenset(found - outputs)

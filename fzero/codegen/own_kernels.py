@@ -62,9 +62,9 @@ class _Shape:
         self.into: dict[fx.Node, int] = {}
         for copy in (n for n in computes if n.target is aten.copy_.default):
             into, source = (fx_nodes.operand(copy, i) for i in (0, 1))
-            same = into.meta["val"].dtype == source.meta["val"].dtype
-            if into in self.place and same and self.flat(source) not in self.place:
-                self.into[self.flat(source)] = self.place[into]
+            made = self.flat(source)
+            if into in self.place and _alike(into, source) and made not in self.place and made not in self.into:
+                self.into[made] = self.place[into]
             else:
                 self.ops.append(copy)  # which no kernel does
 
@@ -87,13 +87,15 @@ class _Shape:
         """The number of the placeholder that a value is written to."""
         return self.into.get(node)
 
-    def total_of(self, node: fx.Node) -> fx.Node | None:
-        """The sum over the rows of a value, if the graph has one: over all dims but those of one row."""
+    def total_of(self, node: fx.Node, width: int | None = None) -> fx.Node | None:
+        """The sum over the rows of a value, if the graph has one: over all dims but those of one row, of `width`
+        elements."""
         found = self.only(aten.sum.dim_IntList)
         if found is None or self.flat(fx_nodes.operand(found)) is not node or found.kwargs:
             return None
         rows = fx_nodes.operand(found).meta["val"]
-        return found if rows.ndim == 2 and found.args[1] == [0] else None
+        fits = rows.ndim == 2 and width in (None, rows.shape[1])
+        return found if fits and found.args[1] == [0] else None
 
     def is_whole(self, *nodes: fx.Node) -> bool:
         """Whether these are all that the graph computes and writes."""
@@ -120,8 +122,10 @@ def _gelu(shape: _Shape, node: fx.Node) -> Found | None:
 def _pack(shape: _Shape, node: fx.Node) -> Found | None:
     stack: Any = node.args[0]
     clone, permute = shape.only(aten.clone.default), next(iter(node.users), None)
-    total = None if clone is None else shape.total_of(clone)
-    if clone is None or permute is None or total is None or not shape.is_whole(node, clone, total):
+    total = None if clone is None else shape.total_of(clone, clone.meta["val"][0, 0].numel())
+    if clone is None or permute is None or total is None or shape.written(node) is not None:
+        return None
+    if not shape.is_whole(node, clone, total):
         return None
     turned = permute.target is aten.permute.default and permute.args[1] == [1, 3, 0, 2, 4]
     first = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
@@ -140,13 +144,13 @@ def _norm(shape: _Shape, node: fx.Node) -> Found | None:
     if set(parts) != {0, 1, 2} or wanted != [True] * 3 or len(width) != 1 or width[0] > WIDEST:
         return None
     made, added = parts[0], shape.only(aten.add.Tensor)
-    residual = None
+    residual: Any = None
     if added is not None:
         others = [arg for arg in added.args if arg is not made]
         if len(others) != 1 or added.kwargs or list(made.users) != [added]:
             return None
         residual, made = others[0], added
-    total = shape.total_of(made)
+    total = shape.total_of(made, width[0])
     inside = [node, *([added] if added is not None else []), *([total] if total is not None else [])]
     values = (parts[1], parts[2], made, *([total] if total is not None else []))
     if not shape.is_whole(*inside, *values):
@@ -155,9 +159,17 @@ def _norm(shape: _Shape, node: fx.Node) -> Found | None:
     places += [None if residual is None else shape.given(residual), *map(shape.written, (made, parts[1], parts[2]))]
     places += [] if total is None else [shape.written(total)]
     lacking = [place for number, place in enumerate(places) if place is None and (number != 5 or residual is not None)]
-    numbers = all(one.meta["val"].dtype == torch.float32 for one in (mean, rstd))
-    like = _contiguous(made, grad, x, weight, *([] if residual is None else [residual]))
-    return ("layer_norm_backward_sums", places, {}) if not lacking and numbers and like else None
+    if lacking or any(one.meta["val"].shape != x.meta["val"].shape for one in (made, residual or x)):
+        return None
+    numbers = mean.meta["val"].dtype == torch.float32 and _contiguous(mean, rstd)
+    like = _contiguous(made, grad, x, weight, residual or x)
+    return ("layer_norm_backward_sums", places, {}) if numbers and like else None
+
+
+def _alike(into: fx.Node, source: fx.Node) -> bool:
+    """Whether a copy writes each element of a value once, in order, as it is."""
+    to, of = into.meta["val"], source.meta["val"]
+    return (to.shape, to.dtype) == (of.shape, of.dtype) and bool(to.is_contiguous())
 
 
 def _contiguous(node: fx.Node, *others: Any) -> bool:

@@ -1,9 +1,9 @@
 """The shared parts of the kernel files: the import of Triton, a launch, and device functions on bits.
 
-Kernels are launched without fused multiply-adds, and divide and take roots by IEEE's rules (`div_rn`, `sqrt_rn`). So
-each operation rounds on its own. One element's bits are the same in every slice of a buffer, on every GPU, and in
-Triton's interpreter. They also equal those of PyTorch operators that do the same steps in turn. The cost is hidden:
-these kernels wait for memory.
+Kernels whose bits count are launched without fused multiply-adds (`exact`), and divide and take roots by IEEE's rules
+(`div_rn`, `sqrt_rn`). So each operation rounds on its own. One element's bits are the same in every slice of a buffer,
+on every GPU, and in Triton's interpreter. They also equal those of PyTorch operators that do the same steps in turn.
+The cost is hidden: these kernels wait for memory.
 """
 
 from __future__ import annotations

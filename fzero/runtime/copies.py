@@ -1,9 +1,9 @@
 """copies: the 16-bit copies of parameters that programs keep between steps (`fzero.passes.keep_copies`).
 
 A program that keeps one reads it at the start of a step as the cast of its master, and leaves it so. All else that
-writes a master leaves the copy stale: a program of another phase, or a user who writes into `leaf.local`. Then the copy
-is cast anew before it is read. So no checkpoint holds one. A write that torch does not count, as one through `.data` or
-numpy, is not seen.
+writes a master leaves the copy stale: a program of another phase, or a user who asked for `leaf.local`. Then the copy
+is cast anew before it is read. So no checkpoint holds one. Of a tensor that a user kept from before the last step, the
+writes that torch counts are seen. Those of collectives, fused optimizers, `.data`, numpy and DLPack are not.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class Copies:
             for key in others:
                 if key[0] in written:
                     del self.fresh[key]
+
+    def spoiled(self, master: str) -> None:
+        """Notes that a master may be written by others."""
+        self.fresh = {key: version for key, version in self.fresh.items() if key[0] != master}
 
     def _cast(self, key: Key) -> None:
         master = self.masters[key[0]]

@@ -28,6 +28,13 @@ NO_COPY = (
 )
 
 
+class Spoiled(Protocol):
+    """Copies of buffers (`fzero.runtime.copies.Copies`), as a leaf sees them."""
+
+    def spoiled(self, master: str) -> None:
+        """Notes that a buffer may be written by others."""
+
+
 class Home(Protocol):
     """The session that a leaf lives in (`fzero.session.session.Session`), as the leaf sees it."""
 
@@ -54,6 +61,10 @@ class Home(Protocol):
     @property
     def device(self) -> torch.device:
         """The device of the state."""
+
+    @property
+    def copies(self) -> Spoiled:
+        """What is kept of the state between steps beside it."""
 
     @property
     def sent_bytes(self) -> Mapping[str, int]:
@@ -134,8 +145,12 @@ class ShardedTensor:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, a view of the state's memory: 1-D if ZeRO slices the leaf, else in the leaf's shape or
-        that of its part by dims. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError."""
+        that of its part by dims. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError.
+
+        The next step sees all that is written into it before. Ask for it again after that step: of a tensor that was
+        kept, it sees only the writes that torch counts, and those of collectives or `.data` are not among them."""
         self.life.check(self.path)
+        self.runtime.copies.spoiled(self.leaf.buffer)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
     def full(self) -> torch.Tensor:

@@ -251,12 +251,8 @@ def calls(program: Program) -> Iterator[Fault]:
         cut = next((ref for ref in (*op.reads, *op.writes) if ref.shape is None and (ref.stop or 0) % ALIGN), None)
         if cut is not None and op.is_flat and not any(map(_by_blocks, gm.graph.nodes)):
             yield i, f"{cut} ends off a multiple of {ALIGN} elements: the bits of the last ones depend on that"
-        sized = op.offset is not None or program.level >= Level.SIZED
-        if (
-            sized
-            and (need := segment_memory.layout(fused.get(op.segment, gm), inplace.apart(op)).nbytes) > op.workspace
-        ):
-            yield i, f"segment {op.get('segment')} works in {need:,} bytes, its workspace has {op.workspace:,}"
+        if op.offset is not None or program.level >= Level.SIZED:
+            yield from ((i, what) for what in _short_of_room(op, fused.get(op.segment, gm)))
 
 
 def _short_of_room(op: Op, gm: fx.GraphModule) -> Iterator[str]:

@@ -79,10 +79,33 @@ def test_a_step_reads_the_copy_that_the_step_before_has_written() -> None:
 
 def test_what_a_user_writes_into_a_leaf_is_seen() -> None:
     params, x = data()
-    state, plain = fzero.step(fzero.init(params, spec()), x), Plain(params)
+    state, plain = fzero.init(params, spec()), Plain(params)
+    kept = state.params["a"].local  # from before the step
+    state = fzero.step(state, x)
     plain.step(x)
     with torch.no_grad():
-        state.params["a"].local.mul_(2)
+        kept.mul_(2)
+        plain.params["a"].mul_(2)
+    for _ in range(2):
+        state = fzero.step(state, x)
+        assert float(state.metrics["loss"]) == plain.step(x)
+    same(state, plain)
+
+
+@pytest.mark.parametrize("way", ["data", "dlpack", "numpy"])
+def test_a_write_that_torch_does_not_count_is_seen(way: str) -> None:
+    """As those of a collective are: who asks for the memory may write it."""
+    params, x = data()
+    state, plain = fzero.step(fzero.init(params, spec()), x), Plain(params)
+    plain.step(x)
+    local = state.params["a"].local
+    before = local._version
+    if way == "numpy":
+        local.detach().numpy()[...] *= 2
+    else:
+        (local.data if way == "data" else torch.from_dlpack(local.detach())).mul_(2)
+    assert local._version == before
+    with torch.no_grad():
         plain.params["a"].mul_(2)
     for _ in range(2):
         state = fzero.step(state, x)

@@ -143,6 +143,37 @@ def sum_along(grad: Tensor, x: Tensor) -> list[Tensor]:
     return [dx, dx.view(32, 48).sum([1], True)]
 
 
+def packed_and_stacked(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    stacked = torch.stack([q, k, v])
+    packed = stacked.permute(1, 3, 0, 2, 4).clone(memory_format=torch.contiguous_format)
+    return [packed, packed.view(32, 48).sum([0]), stacked]
+
+
+def packing_by_part(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    packed = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).clone(memory_format=torch.contiguous_format)
+    return [packed, packed.view(96, 16).sum([0])]
+
+
+def gelu_written_twice(grad: Tensor, x: Tensor) -> list[Tensor]:
+    dx, total = gelu(grad, x)
+    return [dx, total, dx]
+
+
+def norm_and_a_row(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> list[Tensor]:
+    dx, *sums = norm_alone(grad, x, mean, rstd, weight)
+    return [dx + weight, *sums]
+
+
+def norm_and_a_number(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> list[Tensor]:
+    dx, *sums = norm_alone(grad, x, mean, rstd, weight)
+    return [dx + 2.0, *sums]
+
+
+def norm_summed_by_half_rows(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor) -> list[Tensor]:
+    dx, *sums = norm_alone(grad, x, mean, rstd, weight)
+    return [dx, *sums, dx.view(64, 24).sum([0])]
+
+
 ROWS = [drawn(2, 16, 48, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
 STATS = list(aten.native_layer_norm(ROWS[1].float(), [48], None, None, 1e-5)[1:])
 HEADS = [drawn(2, 2, 16, 8, seed=seed, dtype=torch.bfloat16) for seed in range(3)]
@@ -176,9 +207,30 @@ def test_a_stretch_runs_as_one_kernel(fn: Any, inputs: Sequence[Tensor]) -> None
         (gelu, [x.double() for x in ROWS[:2]]),
         (packing, [HEADS[0], HEADS[1], HEADS[2].transpose(1, 2).contiguous().transpose(1, 2)]),
         (norm_alone, [x.double() for x in NORM[:-1]]),
+        (gelu_written_twice, ROWS[:2]),
+        (packed_and_stacked, HEADS),
+        (packing_by_part, HEADS),
+        (norm_and_a_row, NORM[:-1]),
+        (norm_and_a_number, NORM[:-1]),
+        (norm_summed_by_half_rows, NORM[:-1]),
     ],
 )
 def test_other_stretches_have_none(fn: Any, inputs: Sequence[Tensor]) -> None:
-    """More than the kernel does, sums along rows, other dtypes, other strides."""
+    """More than the kernel does, sums along rows, other dtypes, strides, shapes, a result that has two places."""
     run = own_kernels.kernel_for(stretch(fn, inputs))
     assert run is None
+
+
+@pytest.mark.parametrize("form", [(3, 2, 16, 48), (48, 16, 2)])
+def test_a_result_that_is_spread_or_turned_where_it_lies_has_none(form: tuple[int, ...]) -> None:
+    def fn(grad: Tensor, x: Tensor, into: Tensor, total: Tensor) -> list[Tensor]:
+        dx, found = gelu(grad, x)
+        into.copy_(dx)
+        total.copy_(found)
+        return []
+
+    into = torch.empty(form, dtype=torch.bfloat16)
+    inputs = [*ROWS[:2], into if len(form) == 4 else into.permute(2, 1, 0), torch.empty(48, dtype=torch.bfloat16)]
+    mode = FakeTensorMode()
+    gm = fx_values.propagate(make_fx(fn)(*inputs), [mode.from_tensor(x) for x in inputs])
+    assert own_kernels.kernel_for(gm) is None
