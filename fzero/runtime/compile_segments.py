@@ -61,21 +61,12 @@ def compiled(
     ranks call it with one program. `group` carries CPU tensors.
     """
     segments, pool = fuse(program, how)
-    device = torch.device(device)
-    errors = _compile_all([s for s in pool.values() if not _has_kernel(s, device)], device, rank, world_size, group)
+    errors = _compile_all(list(pool.values()), torch.device(device), rank, world_size, group)
     if errors:
         first = next(filter(None, errors.values()), "on another rank")
         log.warning("fzero: %d of %d stretches run as plain aten: %s", len(errors), len(pool), first)
     always = {op.segment for op in program.ops if op.get("compile") is not None}  # they have no room to run otherwise
     return {key: gm for key, gm in segments.items() if key in always or len(errors) < len(pool)}
-
-
-def _has_kernel(stretch: Fused, device: torch.device) -> bool:
-    """Whether fzero has a kernel for a stretch, which it then runs."""
-    has_kernels = backend.of(device).has_kernels and not inductor_lacks(device.type)
-    kernel = own_kernels.kernel_for(stretch.graph) if has_kernels else None
-    stretch.run = kernel or stretch.run
-    return kernel is not None
 
 
 # --- every rank ---------------------------------------------------------------------------------------------------
@@ -131,8 +122,9 @@ def _failed(stretches: Sequence[Fused], errors: Mapping[str, str], world_size: i
 
 
 def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool) -> dict[str, str]:
-    """Compiles with workers, or (`alone`) loads the results of another rank."""
+    """Compiles with workers, or (`alone`) loads the results of another rank. What fzero has a kernel for takes that."""
     errors: dict[str, str] = {}
+    stretches = _without_kernels(stretches, device)
     shown = progress.shown("loading what is compiled" if alone else "compiling", len(stretches), "stretches")
     with shown, tempfile.TemporaryDirectory() as folder:
         for stretch in stretches[:1]:  # it leaves the precompiled headers; else each worker would make them
@@ -149,6 +141,18 @@ def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool)
         for stretch in later:  # from the cache, where the workers left it
             _compile(stretch, device, errors)
     return errors
+
+
+def _without_kernels(stretches: Sequence[Fused], device: torch.device) -> list[Fused]:
+    """Gives the stretches that fzero has kernels for those; returns the others."""
+    left = []
+    for stretch in stretches:
+        kernel = own_kernels.kernel_for(stretch.graph) if backend.of(device).has_kernels else None
+        if kernel is not None:
+            stretch.run = kernel
+        else:
+            left.append(stretch)
+    return left
 
 
 def _compile(stretch: Fused, device: torch.device, errors: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from fusing import graph_of, stretches, use
 from torch import fx
 
 import fzero
+from fzero import backend
 from fzero._torch_compat import inductor_lacks
 from fzero.codegen.fusion import Fused
 from fzero.ir import segments
@@ -242,6 +243,27 @@ def test_a_stretch_that_does_not_compile_stays_aten(monkeypatch: Any, caplog: An
     found = {n.target for gm in made.values() for n in gm.graph.nodes if isinstance(n.target, Fused)}
     assert {one.digest for one in found if one.run == one.graph.forward} <= {bad}
     assert any(one.run != one.graph.forward for one in found)
+
+
+@pytest.mark.parametrize("lacking", ["", "no working Triton was found"])
+def test_a_kernel_of_fzeros_own_needs_triton_too(lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lacks on one rank must be aten on all: such a stretch is among those that the ranks agree on."""
+
+    def body(g: fx.Graph, grad: fx.Node, x: fx.Node, into: fx.Node, total: fx.Node) -> list[fx.Node]:
+        made = g.call_function(aten.gelu_backward.default, (grad, x))
+        rows = g.call_function(aten.sum.dim_IntList, (made, [0]))
+        g.call_function(aten.copy_.default, (into, made))
+        g.call_function(aten.copy_.default, (total, rows))
+        return []
+
+    rows, row = torch.empty(8, 16), torch.empty(16)
+    stretch = Fused(graph_of(body, rows, rows, rows, row), [], [rows, row])
+    monkeypatch.setitem(backend.BACKENDS, "cpu", replace(backend.CPU, has_kernels=True))
+    monkeypatch.setattr(compile_segments, "inductor_lacks", lambda _: lacking)
+    monkeypatch.setattr(compile_segments, "inductor_compile", lambda *_: pytest.fail("fzero has a kernel for it"))
+    errors = compile_segments._compile_all([stretch], torch.device("cpu"), 0, 1, None)
+    assert list(errors.values()) == ([lacking] if lacking else [])
+    assert (stretch.run == stretch.graph.forward) == bool(lacking)
 
 
 def fail_for(digest: str, monkeypatch: Any) -> None:
