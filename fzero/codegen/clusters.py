@@ -214,11 +214,6 @@ def _sums_rows(node: fx.Node) -> bool:
     return bool(node.args[1]) and not {last, -1} & set(node.args[1])  # type: ignore[arg-type]
 
 
-def is_on_device(gm: fx.GraphModule) -> bool:
-    """Whether a segment runs on a device."""
-    return any(map(on_device, fx_nodes.placeholders(gm.graph)))
-
-
 def _is_copied(node: fx.Node) -> bool:
     """Whether aten would copy the results of an op, on a device where a copy is a kernel and a pass over memory."""
     if node.target is operator.getitem or not _computes(node) or not fx_values.results(node):

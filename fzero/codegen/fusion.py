@@ -66,7 +66,7 @@ class Fused:
 
 def how_of(gm: fx.GraphModule, how: str | None) -> str:
     """`Spec.compile` of a segment: what its device makes of None."""
-    return how if how is not None else backend.of(_device(gm)).compiles
+    return how if how is not None else backend.of(device_of(gm)).compiles
 
 
 def fuse(program: Program, how: str | None) -> tuple[dict[str, fx.GraphModule], dict[str, Fused]]:
@@ -109,7 +109,7 @@ def aliased(program: Program) -> dict[str, dict[int, int]]:
     for op in program.ops:
         if op.segment:
             same_of.setdefault(op.segment, []).append(_same(op))
-            away = program.space(op) == HOST and _device(program.segments[op.segment]) != "cpu"
+            away = program.space(op) == HOST and device_of(program.segments[op.segment]) != "cpu"
             if away or any(_is_part(program, ref) for ref in (*op.reads, *op.writes)):
                 uneven.add(op.segment)
     return {
@@ -119,7 +119,7 @@ def aliased(program: Program) -> dict[str, dict[int, int]]:
     }
 
 
-def _device(gm: fx.GraphModule) -> str:
+def device_of(gm: fx.GraphModule) -> str:
     """The type of device that a segment was captured for."""
     return next((node.meta["val"].device.type for node in fx_nodes.placeholders(gm.graph)), "cpu")
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import fx
 
-from fzero.ir import fx_nodes, fx_values
+from fzero.codegen.workspace_parts import result_bytes
+from fzero.ir import fx_nodes
 
 SMALL = 8  # a result of so many times fewer bytes than what is read counts nothing
 Test = Callable[[fx.Node], bool]
@@ -46,16 +47,8 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _may_move(node: fx.Node, is_loop: Test) -> bool:
     """Whether a node computes one value in memory of its own."""
-    return (
-        is_loop(node)
-        and node.target is not operator.getitem
-        and isinstance(node.meta.get("val"), torch.Tensor)
-        and (not fx_nodes.mutated(node))
-    )
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(t.numel() * t.element_size() for t in fx_values.tensors(node.meta.get("val")))
+    own = node.target is not operator.getitem and not fx_nodes.mutated(node)
+    return is_loop(node) and own and isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
@@ -83,8 +76,8 @@ def _down(node: fx.Node, is_loop: Test) -> None:
         return
     between = _between(node, first)
     owners = {fx_nodes.base(operand) for operand in node.all_input_nodes}
-    longer = sum(_bytes(owner) for owner in owners if owner.op != "placeholder" and max(readers(owner)) < first)
-    if not _is_barred(between, is_loop) or longer > _bytes(node) or _writes_to(between, owners):
+    longer = sum(result_bytes(owner) for owner in owners if owner.op != "placeholder" and max(readers(owner)) < first)
+    if not _is_barred(between, is_loop) or longer > result_bytes(node) or _writes_to(between, owners):
         return
     moved = {node}
     first.prepend(node)
@@ -105,9 +98,9 @@ def _up(node: fx.Node, is_loop: Test) -> None:
             continue
         others = [one for one in moved if one is not node and not fx_nodes.is_view(one)]
         alone = all(reader in moved for one in others for reader in readers(one))
-        ends = all(reader in moved for reader in readers(place)) and _bytes(node) <= _bytes(place)
+        ends = all(reader in moved for reader in readers(place)) and result_bytes(node) <= result_bytes(place)
         owners = {fx_nodes.base(operand) for one in moved for operand in one.all_input_nodes}
-        small = _bytes(node) * SMALL <= _bytes(place)
+        small = result_bytes(node) * SMALL <= result_bytes(place)
         if alone and (ends or small) and not _writes_to(between, owners):
             for one in reversed(moved):
                 place.append(one)

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from fzero.ir import fx_nodes
-from fzero.kernels import FLOATS
+from fzero.kernels import FLOATS, WIDEST, Kernel
 
 aten = torch.ops.aten
 FLAT = (aten.view.default, aten._unsafe_view.default)  # views that keep the order of elements
-WIDEST = 8192  # columns of a norm's row, which one program holds (`row_sums.WIDEST`)
 
 
 def kernel_for(gm: fx.GraphModule) -> Callable[..., None] | None:
@@ -43,9 +42,12 @@ def kernel_for(gm: fx.GraphModule) -> Callable[..., None] | None:
 
 
 def _run(name: str, places: Sequence[int | None], options: dict[str, Any], *tensors: torch.Tensor) -> None:
-    from fzero.kernels import row_sums
+    _function(name)(*(None if place is None else tensors[place] for place in places), **options)
 
-    getattr(row_sums, name)(*(None if place is None else tensors[place] for place in places), **options)
+
+@cache
+def _function(name: str) -> Callable[..., None]:
+    return Kernel("row_sums", name, fits=bool).launch
 
 
 Found = tuple[str, list[int | None], dict[str, Any]]  # a function of `row_sums`, which tensors it takes, its options

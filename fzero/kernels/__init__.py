@@ -27,6 +27,7 @@ import torch
 from fzero import backend
 from fzero.kernels.codecs import CODECS
 
+WIDEST = 8192  # columns of a norm's row in `row_sums`, which one program holds
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -27,7 +27,6 @@ ROWS = 16  # of a program of the norm's backward, one after the other
 TALL = 64  # rows of a program of the others, `TILE` at a time
 TILE = 8
 COLUMNS = 256
-WIDEST = 8192  # columns of a norm's row, which one program holds
 
 
 # ---- device functions ------------------------------------------------------------------------------------------------
@@ -197,7 +196,7 @@ def layer_norm_backward_sums(
     for_weight: Tensor, for_bias: Tensor, total: Tensor | None = None,
 ) -> None:  # fmt: skip
     """grad, x, residual, out: (..., width), contiguous, of one dtype of fp32, bf16, fp16. mean, rstd: a fp32 number a
-    row. weight and the sums: `width` elements of that dtype. width is at most `WIDEST`."""
+    row. weight and the sums: `width` elements of that dtype. width is at most `fzero.kernels.WIDEST`."""
     width = weight.numel()
     rows = grad.numel() // width
     sums = [for_weight, for_bias, *([] if total is None else [total])]

@@ -12,8 +12,9 @@ stretch that does not compile is then aten's ops, in memory of the allocator's.
 
 from __future__ import annotations
 
-from fzero.codegen import clusters, inplace, segment_memory
-from fzero.codegen.fusion import fuse, how_of
+from fzero import backend
+from fzero.codegen import inplace, segment_memory
+from fzero.codegen.fusion import device_of, fuse, how_of
 from fzero.ir import rewrite
 from fzero.ir.op import Op
 from fzero.ir.program import Level, Program
@@ -25,7 +26,7 @@ def size_workspaces(program: Program, how: str | None = "none") -> Program:
 
     def measured(op: Op) -> Op:
         key = op.segment
-        always = key in fused and clusters.is_on_device(program.segments[key])
+        always = key in fused and backend.of(device_of(program.segments[key])).on_streams
         forms = (gm for gm in (None if always else program.segments[key], fused.get(key)) if gm is not None)
         either = [segment_memory.layout(gm, inplace.apart(op)) for gm in forms]
         sizes = {"workspace": max(x.nbytes for x in either), "heap": max(x.heap for x in either)}

@@ -28,7 +28,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fzero.kernels
 from fzero.ir.code_ops import OPS
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import _triton, adam8_kernel, adamw, block_sparse, cast, codec_kernels, flat_norms, philox, row_sums
+from fzero.kernels import (
+    WIDEST,
+    _triton,
+    adam8_kernel,
+    adamw,
+    block_sparse,
+    cast,
+    codec_kernels,
+    flat_norms,
+    philox,
+    row_sums,
+)
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS, BlockCodec, message_bytes
 
@@ -162,7 +173,7 @@ def sparse_launches(first: int) -> Iterator[Any]:
 
 def row_sum_launches(first: int) -> Iterator[Any]:
     """Of sums over rows: with and without what is added, and rows of models."""
-    for dtype, width in ((F32, 768), (BF16, 1280), (BF16, 4096), (BF16, row_sums.WIDEST), (F16, 1280)):
+    for dtype, width in ((F32, 768), (BF16, 1280), (BF16, 4096), (BF16, WIDEST), (F16, 1280)):
         one, two, three, out = (torch.zeros(32 * width + first, dtype=dtype)[first:].view(32, width) for _ in range(4))
         mean, rstd = torch.zeros(32), torch.ones(32)
         sums = [torch.zeros(width, dtype=dtype) for _ in range(4)]

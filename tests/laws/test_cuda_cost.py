@@ -1,7 +1,8 @@
-"""The account of CUDA's step, made where there is no device: GPT-2 large (8 x 1,024 tokens, bf16, AdamW, one rank).
+"""The account of CUDA's step, made where there is no device: GPT-2 large (8 x 1,024 tokens) and a Llama of 1.1B
+parameters (4 x 2,048), in bf16 with AdamW, on one rank.
 
 A process of `fzero fake-cuda` lowers it (tests/support/workers/on_fake_cuda.py). Goldens hold what it moves, by kind:
-of six of its 36 layers in `make test`, of all in `make acceptance`.
+of six of GPT-2's 36 layers in `make test`, of all of both in `make acceptance`.
 That the formula gives the step times which were recorded on an H100 is tests/cost/test_recorded_steps.py.
 """
 
