@@ -239,6 +239,7 @@ class Nccl:
         self.pending: dict[str, Pending] = {}
         self.calls: dict[str, Callable[[Nccl, Op, torch.Tensor, torch.Tensor], Any]] = {
             "all_gather": Nccl._gather,
+            "all_gather_values": Nccl._gather,
             "reduce_scatter": Nccl._scatter,
             "all_reduce": Nccl._reduce,
             "all_reduce_small": Nccl._reduce,

@@ -1,6 +1,7 @@
 """coding: what codecs save on the wire of a program, what they cost a rank, and below which bandwidth they pay.
 
 Saved are the bytes that the same transfers would send in the dtype of compute (gathers) or in float32 (reductions).
+Where every rank gets all of each message, an all-reduce would have been in their place.
 The cost is the time that a rank's processor needs to encode and decode, measured here on a stretch of elements. Both
 are of one step. Where the wire is hidden behind compute anyway, less is gained than this says.
 """
@@ -91,7 +92,8 @@ def coding(program: Program, policy: Precision, rates: Rates | None = None) -> C
         if op.is_collective and (per := _per(program, op, policy)) is not None:
             nbytes, kind = wire_bytes(program, op), program.buffers[op.reads[0].name].kind
             sent += nbytes
-            saved += float(nbytes * per) * (4 if kind == "grad" else wide) - nbytes
+            whole = float(nbytes * per) * (4 if kind == "grad" else wide)
+            saved += (whole * 2 / program.mesh.size(op.axis or "") if op.kind == "all_gather_values" else whole) - nbytes
         elif op.computes and measured:
             seconds += _seconds(program, op, policy, rates)
     return CodecAccount(sent, round(saved), seconds if measured else None)

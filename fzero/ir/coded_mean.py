@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fzero.ir.code_ops import OPS
-from fzero.kernels.codecs import BLOCK
+from fzero.kernels.codecs import BLOCK, message_bytes
 
 
 def padded_size(sizes: Sequence[int]) -> int:
@@ -55,10 +55,10 @@ def sent(x: Tensor, worker: Tensor | None = None, *, sizes: Sequence[int], ranks
     >>> parts.shape, float(worker.abs().max())
     (torch.Size([12]), 0.0)
     """
-    ops, length = OPS[codec], slice_length(sizes, ranks)
+    ops, beyond = OPS[codec], ranks * slice_length(sizes, ranks) - len(x)
     value = x if worker is None else x + worker
     counts = _counts(sizes, ranks, x.device)
-    messages = ops.encode(pad(value, (0, ranks * length - len(x))), counts)
+    messages = ops.encode(pad(value, (0, beyond)) if beyond else value, counts)
     if worker is None:
         return [messages]
     lost = value - ops.decode(messages)[: len(x)]
@@ -93,7 +93,7 @@ def joined(gathered: Tensor, *, sizes: Sequence[int], ranks: int, codec: str, bo
     size = padded_size(sizes)
     if not both:
         return [gathered[:size].clone()]
-    return [OPS[codec].decode(gathered)[:size].clone()]
+    return [OPS[codec].decode(gathered[: message_bytes(size, OPS[codec].codec)])]
 
 
 def alone(x: Tensor, *errors: Tensor) -> list[Tensor]:

@@ -55,11 +55,12 @@ class Collective:
 
     @property
     def term(self) -> str:
-        """What `fzero.verify` takes a transfer of a bucket for: own slices are "gathered", values "reduced", or the own
-        slices of all ranks "exchanged". "": it has no meaning on a bucket, and is a term of its own on a value."""
+        """What `fzero.verify` takes a transfer of a bucket for: own slices are "gathered", values "reduced", or those
+        of all ranks "exchanged". "": it has no meaning on a bucket, and is a term of its own on a value."""
         if self.combines:
             return "reduced"
-        return {("slice", "whole"): "gathered", ("whole", "whole"): "exchanged"}.get((self.source, self.target), "")
+        terms = {"slice": "gathered", "whole": "exchanged", "value": "exchanged"}
+        return terms[self.source] if self.target == "whole" else ""
 
     def senders(self, numel: int, rank: int, world: int) -> list[int]:
         """The ranks that send to a rank, itself included, from sources of so many elements."""

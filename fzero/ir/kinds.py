@@ -14,6 +14,7 @@ verification, the interpreter, the executor, the cost model, the profile and the
 | `all_reduce_small` | any -> the same shape | the same for a value with no equal slices: every rank sends all of it |
 | `all_to_all` | any -> the same size | equal parts, one for each rank; every rank gets each rank's part for it (of a
 bucket the own slice of each, `Buffer.parts`) |
+| `all_gather_values` | any -> N of it | every rank's value, whole, in rank order: the same on all (`Buffer.parts`) |
 | `send`, `recv` | one -> nothing; nothing -> one | a message between two ranks |
 | `move` | any -> the same in another space | brings a value from device, host or disk to another of them |
 | `wait` | the target of a transfer | returns when the transfer has arrived |
@@ -72,7 +73,7 @@ class OpKind:
 
     @property
     def exchanges(self) -> bool:
-        """Whether it brings the own slices of all ranks' values together."""
+        """Whether it brings all ranks' values together, or the own slice of each."""
         return self.collective is not None and self.collective.term == "exchanged"
 
     @property
@@ -130,6 +131,7 @@ OPS: dict[str, OpKind] = {
             "all_reduce_small", Collective("value", "value", everything, rate="reduce_scatter", combines=True)
         ),
         _collective("all_to_all", Collective("whole", "whole", own_part, rate="all_gather")),  # no rate of its own yet
+        _collective("all_gather_values", Collective("value", "whole", everything, rate="all_gather")),
         OpKind("send", (1, 1), (0, 0), transfers=True),
         OpKind("recv", (0, 0), (1, 1), transfers=True),
         OpKind("move", (1, 1), (1, 1), transfers=True, moves=True, copies=True),

@@ -185,22 +185,24 @@ class RegionBuilder:
 
     def _exchanged(self, ops: CodeOps, grad: str, name: str, step: Transition, m: int, why: str) -> str:
         """Emits a sum over an axis by messages of blocks: each rank codes its gradients, gets its own slice of each
-        rank's message, and adds up what they say. Returns `name`, the buffer of the own slice of the sum."""
+        rank's message, and adds up what they say. Along an axis in which ranks own no slices it gets and adds up all
+        of each. Returns `name`, the buffer of what it has of the sum."""
         b = self.to
         source, n = b.buffers[grad], b.plan.mesh.size(step.axis)
         why, divisor = f"{ops.codec.name} {why}", self._divisor(source.bucket or "", step)
-        sent, arrived, finer = f"{grad}.sent", f"{name}.arrived", _finer(source, step)
+        slots, bucket = sorted(self.slots[source.bucket or ""].values()), b.plan.buckets[source.bucket or ""]
+        own, cuts = source.sharded == bucket.axis, step.axis in parts_of(bucket.axis)
+        kind, share = ("all_to_all", n) if cuts else ("all_gather_values", 1)
+        sent, arrived, lies = f"{grad}.sent", f"{name}.arrived", _finer(source, step) if cuts else source.sharded
         size = int(source.numel / ops.per)
         b.buffers[sent] = replace(source, name=sent, dtype=torch.uint8, shape=(size,), per=ops.per)
-        b.buffers[arrived] = replace(b.buffers[sent], name=arrived, sharded=finer, parts=n)
-        b.buffers[name] = replace(source, name=name, dtype=torch.float32, shape=(source.numel // n,), sharded=finer)
-        slots, bucket = sorted(self.slots[source.bucket or ""].values()), b.plan.buckets[source.bucket or ""]
-        own = source.sharded == bucket.axis
+        b.buffers[arrived] = replace(b.buffers[sent], name=arrived, shape=(size // share * n,), sharded=lies, parts=n)
+        b.buffers[name] = replace(source, name=name, dtype=torch.float32, shape=(source.numel // share,), sharded=lies)
         leaves = [Ref(grad, bucket.slots[i].start, bucket.slots[i].stop, None, own) for i in slots]
         blocks = [Ref(sent, *bucket.place(i, ops.per)[:2], None, own) for i in slots]
         gm = encode_leaves(ops, source.dtype, [(ref.stop or 0) - (ref.start or 0) for ref in leaves])
         b.segment("run", gm, leaves, blocks, why=why, flat=1)
-        b.transfer(replace(step, kind="all_to_all"), Ref(sent), arrived, why=why, microbatch=m)
+        b.transfer(replace(step, kind=kind), Ref(sent), arrived, why=why, microbatch=m)
         for ref in self._spans(b.buffers[name]):
             shape = n, int(((ref.stop or 0) - (ref.start or 0)) / ops.per)
             gm = b.elementwise(ops.decode_sum, divisor, like=replace(b.buffers[arrived], shape=shape), dest=True)

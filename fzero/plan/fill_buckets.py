@@ -8,9 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from fzero.errors import SpecError
 from fzero.ir.code_ops import OPS
-from fzero.ir.mesh import parts_of
 from fzero.ir.records import ALIGN, Bucket, Slot, buffer_name
 from fzero.plan import whole_leaves
 from fzero.plan.leaf_classes import LeafClass
@@ -31,8 +29,7 @@ def filled(
 ) -> Iterator[tuple[Bucket, BucketLayout, list[LeafClass]]]:
     """(bucket, how its values lie, the classes of its slots): those packed whole onto ranks, then the others.
 
-    leaves: of each, one rank's part by dims. homes: of each leaf. batch: how its leaves lie. Raises SpecError where
-    gradients cannot travel in the codec that is asked for.
+    leaves: of each, one rank's part by dims. homes: of each leaf. batch: how its leaves lie.
     """
     lead = [leaf_class.lead for leaf_class in classes]
     ordinary, packed = whole_leaves.separate(
@@ -59,16 +56,7 @@ def filled(
 def _row(leaf_class: LeafClass, batch: Layout) -> BucketLayout:
     """How the values of a bucket of such leaves lie, and how its gradients travel."""
     row = row_of(leaf_class.stage, batch)
-    if leaf_class.coding.reduce is None:
-        return row
-    if beside := {*parts_of(row.grad.axes)} - {*parts_of(row.cut.axes)}:
-        raise SpecError(
-            f"Precision(reduce={leaf_class.coding.reduce!r}): gradients of {leaf_class.path!r} are summed over "
-            f"{min(beside)}, along which no rank owns a slice of its own, so there are no parts that messages could be "
-            f"cut into. Shard over {min(beside)} too (zero=1, 2 or 3), or leave its gradients exact: "
-            f"Precision(exact=...)"
-        )
-    return replace(row, wire=OPS[leaf_class.coding.reduce])
+    return row if leaf_class.coding.reduce is None else replace(row, wire=OPS[leaf_class.coding.reduce])
 
 
 def _groups(

@@ -124,7 +124,7 @@ class Abstract(AbstractMemory):
         elif record.term == "gathered":
             self.gather(op.reads[0], op.writes[0], op.axis)
         elif record.term == "exchanged":
-            self.exchange(op)
+            self.exchange(op, record)
         else:
             raise Undefined(f"{op.kind} of {', '.join(map(str, op.reads))} has no meaning")
 
@@ -177,8 +177,8 @@ class Abstract(AbstractMemory):
             raise Undefined(f"{source} differs from rank to rank: its slices, gathered, are no rank's value")
         self.memory[dest.name] = Content({key: gathered(value, axis) for key, value in held.items()})
 
-    def exchange(self, op: Op) -> None:
-        """The target becomes the own slice of the source of every rank, a stretch for each.
+    def exchange(self, op: Op, record: Collective) -> None:
+        """The target becomes the source of every rank, or the own slice of it, a stretch for each.
 
         Raises `Undefined` where source and target do not fit.
         """
@@ -191,7 +191,7 @@ class Abstract(AbstractMemory):
             raise Undefined(f"an exchange takes a whole bucket, not {source} to {dest}")
         if any(isinstance(value, (PartialTerm, Tiles)) for value in content.terms.values()):
             raise Undefined(f"{source} is exchanged, of which only a part is there")
-        forms = (buffer.bucket, buffer.per, 1, world, op.axis, 1)
+        forms = (buffer.bucket, buffer.per, 1, world, op.axis if record.source == "whole" else "", 1)
         cut = within(target.sharded, buffer.sharded)
         if forms != (target.bucket, target.per, buffer.parts, target.parts, cut, op.divisor):
             raise Undefined(f"{source} and {dest} do not fit: {op.kind} over {op.axis}")

@@ -108,9 +108,10 @@ def transfers(program: Program) -> Iterator[Fault]:
                 yield i, f"gathers {part} elements of {n} ranks into {target.numel}"
         elif op.reduces:
             yield from _reduction(program, i, op, n)
-        elif (record := op.row.collective) and (
-            source.numel != target.numel or (record.source != "value" and source.numel % n)
-        ):
+        elif (record := op.row.collective) and record.source == "value" and record.target == "whole":
+            if source.numel * n != target.numel:
+                yield i, f"gathers {source.numel} elements of each of {n} ranks into {target.numel}"
+        elif record and (source.numel != target.numel or (record.source != "value" and source.numel % n)):
             yield i, f"exchanges {source.numel} elements of {n} ranks for {target.numel}: equal parts of equal sizes"
         dtypes = {ref.name: DTYPE_NAMES[program.buffers[ref.name].dtype] for ref in (*op.reads, *op.writes)}
         if len(set(dtypes.values())) > 1:

@@ -142,7 +142,7 @@ def coded(rng: random.Random, generator: torch.Generator, *, shared: bool) -> Ca
         name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
         return _flat(rng, name, generator, given, world, shared=shared, optimizers=("sgd", "momentum"))
     if rng.random() < 0.34:
-        given |= {"mesh": {"dp_out": 2, "dp": 2}, "zero": rng.choice((0, 1, 2, 3, "hpz"))}
+        given |= {"mesh": {"dp_out": 2, "dp": 2}, "zero": rng.choice((0, 1, 2, 3, "hsdp", "hpz"))}
         world = 4
     name = rng.choice([n for n, model in MODELS.items() if model.loss is not None])
     return _flat(rng, name, generator, given, world, shared=shared)

@@ -54,6 +54,7 @@ def spelled_out(kind: str, sources: list[torch.Tensor], how: str, divisor: int) 
         "all_reduce": [total] * world,
         "all_reduce_small": [total] * world,
         "all_to_all": [torch.cat([source.chunk(world)[rank] for source in sources]) for rank in range(world)],
+        "all_gather_values": [torch.cat(sources)] * world,
         "broadcast": [sources[0]] * world,
     }[kind]
 

@@ -95,7 +95,7 @@ def test_an_exchange_of_a_bucket_beside_its_sum(good: Program) -> None:
 def test_a_kind_that_nobody_gave_a_meaning(good: Program) -> None:
     record = OPS["all_to_all"].collective
     assert record is not None
-    swap = OpKind("swap", (1, 1), (1, 1), transfers=True, collective=replace(record, source="value"))
+    swap = OpKind("swap", (1, 1), (1, 1), transfers=True, collective=replace(record, source="value", target="value"))
     at = find(good, lambda op: op.reduces and op.row.scatters)[0]
     grad = good.ops[at].reads[0]
     broken = insert(good, at, make_op("swap", [grad], [grad], axis="dp"), make_op("wait", [Ref(grad.name)]))
