@@ -130,8 +130,8 @@ class Session:
             lowered = self.programs[own] if own in self.programs else self._lowered(batch, None, name)
             self.programs = _with_last(self.programs, own, lowered)
         self.last_key = key
-        while len(self.programs) > MAX_PROGRAMS:  # of one text, with other constants
-            self._drop(self.programs, next(iter(self.programs)))
+        for oldest in [*self.programs][:-MAX_PROGRAMS]:  # of one text, with other constants
+            self._drop(self.programs, oldest)
         return lowered
 
     def phase(self, step: int) -> str:
@@ -171,8 +171,8 @@ class Session:
         self._drop_changed(self.evaluations, [key] if key in self.evaluations else of_fn)
         lowered = self.evaluations[key] if key in self.evaluations else self._lowered(batch, fn)
         self.evaluations = _with_last(self.evaluations, key, lowered)
-        if len(self.evaluations) > MAX_EVALUATIONS:
-            self._drop(self.evaluations, next(iter(self.evaluations)))
+        for oldest in [*self.evaluations][:-MAX_EVALUATIONS]:
+            self._drop(self.evaluations, oldest)
         return lowered
 
     def _drop_changed(self, programs: dict[Any, Lowered], keys: Sequence[Any]) -> None:
@@ -263,8 +263,8 @@ class Session:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             raise
         self.presence.rename(call)
-        while len(self.compiled_segments) > MAX_PROGRAMS:
-            self._forget(next(iter(self.compiled_segments)))
+        for oldest in [*self.compiled_segments][:-MAX_PROGRAMS]:
+            self._forget(oldest)
         return self.bind(lowered)
 
     def _forget(self, digest: str) -> None:
