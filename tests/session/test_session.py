@@ -10,7 +10,9 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from helpers import free_port
 import fzero
 from fzero._torch_compat import FakeTensorMode, forget_fakes
 from fzero.errors import CaptureError, DonatedError, VerifyError
+from fzero.ir.records import DISK, Buffer
 from fzero.phases import Phases
 from fzero.session import session
 
@@ -151,6 +154,17 @@ def test_programs_share_an_arena_as_large_as_the_largest_needs() -> None:
     assert runtime.bind(small).arena is runtime.arena
     runtime.bind(larger)
     assert len(runtime.bound) == 2
+
+
+def test_the_file_has_room_for_what_the_largest_program_keeps_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runtime = first()
+    lowered, grown = runtime.compiled(torch.ones(2, 4)), []
+    kept = Buffer("kept", torch.uint8, (1 << 20,), "grad", space=DISK, at=4096)
+    program = replace(lowered.program, buffers={**lowered.program.buffers, "kept": kept})
+    runtime.programs["another phase"] = replace(lowered, programs={0: program})
+    monkeypatch.setattr(runtime.memory, "file", SimpleNamespace(grow=grown.append))
+    runtime.bind(lowered)
+    assert grown == [4096 + (1 << 20)]
 
 
 def test_the_session_shows_the_state_by_its_shapes() -> None:
