@@ -10,7 +10,8 @@ or nobody can see what the line does.
 
 Left out are classes of lines that only a reader sees: text, errors, annotations, what is logged as information, which
 step is shown as progress, and what a record's text leaves out. So is a number that has a name at the top of a module
-(`MAX_PROGRAMS = 32`): a threshold, which was chosen, and of which a test could only say the same number.
+(`MAX_PROGRAMS = 32`): a threshold, which was chosen, and of which a test could only say the same number; and the length
+of a digest or of a random name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ ROOMS = ("passes", "lowering", "session", "shard", "comm", "plan")
 LEFT_OUT = (".git", ".venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # what only a reader or an error sees
 SAID = ("log.info", "log.debug", "progress.now")  # calls that only say something
-UNSEEN = ("strict", "repr")  # arguments: zip's changes no result, field's only a text
+UNSEEN = ("strict", "repr", "digest_size")  # arguments: zip's changes no result, field's only a text, a digest's length
+TOKEN = "secrets.token_hex"  # of which the length is a choice too
 OPTIONS = "doctest_optionflags=ELLIPSIS NORMALIZE_WHITESPACE"
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -90,6 +92,8 @@ def broken_lines(source: str) -> dict[int, list[str]]:
 def _computing(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     """The statements and expressions of a tree that do something: no annotation, docstring or text of an error."""
     if isinstance(node, ast.keyword) and node.arg in UNSEEN:
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == TOKEN:
         return
     for name, field in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):

@@ -1,5 +1,5 @@
-"""pick_way: the way of each size is the fastest that rank 0 has measured, and so are the rates. Time is played here:
-a stand-in of a comm says how long each of its transfers takes."""
+"""pick_way and routed: the way of each size is the fastest that rank 0 has measured, and so are the rates. Time is
+played here: a stand-in of a comm says how long each of its transfers takes."""
 
 from __future__ import annotations
 

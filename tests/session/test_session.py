@@ -84,7 +84,7 @@ def test_programs_of_all_phases_are_made_at_once() -> None:
     lowered = runtime.compiled(torch.ones(2, 4), step=1)
     assert [key[-1] for key in runtime.programs] == ["phase 'low'", "phase 'high'"]
     assert lowered is [*runtime.programs.values()][1]
-    assert runtime.compiled(torch.ones(2, 4), step=0) is [*runtime.programs.values()][1]
+    assert runtime.compiled(torch.ones(2, 4)) is [*runtime.programs.values()][1]
     assert len(runtime.programs) == 2
     assert first()[1].phase(7) == ""
 
@@ -234,6 +234,15 @@ def test_a_step_that_fails_before_its_first_write_leaves_the_state(monkeypatch: 
     )
     with pytest.raises(DonatedError, match="is unusable"):
         state.params["w"].full()
+
+
+def test_flags_of_all_ranks_go_with_every_step() -> None:
+    state, runtime = first()
+    state = fzero.step(state, torch.ones(2, 4))
+    assert runtime.any_rank_flags == 0
+    runtime.flags = lambda: 6
+    fzero.step(state, torch.ones(2, 4))
+    assert runtime.any_rank_flags == 6
 
 
 def test_a_step_may_have_written_from_its_first_op_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import fzero
@@ -37,6 +38,11 @@ def stages(program: Program, options: Options) -> dict[str, Stage]:
         program = run(program, options)
         found[name] = Stage(program, str(program), segment_texts(program))
     return found
+
+
+def without_lines(text: str) -> str:
+    """A program's text without the places in the code that it was captured from, which move."""
+    return re.sub(r"\b\w+\.py:\d+", "code", text)
 
 
 def upto(name: str, program: Program, options: Options | None = None) -> Program:
