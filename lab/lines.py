@@ -5,8 +5,8 @@
 The lines are drawn at random from those that compute; in one of them a comparison is turned round, a condition negated,
 a number made one more, an operator exchanged or a statement left out. The broken module lies in a copy of the
 repository. Its tests have `--seconds` to fail there: the examples in its docstrings and the files of `tests/<room>/`,
-that of the module's own name first, then those that name the module. A survivor is printed: either a test is missing,
-or nobody can see what the line does.
+that of the module's name first, then that of its folder's, then those that name the module. A survivor is printed:
+either a test is missing, or nobody can see what the line does.
 
 Left out are classes of lines that only a reader sees: text, errors, annotations, what is logged as information, which
 step is shown as progress, and what a record's text leaves out. So is a number that has a name at the top of a module
@@ -176,11 +176,12 @@ def copy_of_all(folder: Path) -> Path:
     return copied
 
 
-def tests_of(room: str, module: str) -> list[str]:
-    """The files of a room's tests: that of a module first, then those that name it."""
+def tests_of(room: str, module: Path) -> list[str]:
+    """The files of a room's tests: that of a module first, then that of its folder, then those that name it."""
     files = sorted((ROOT / "tests" / room).rglob("test_*.py"))
-    named = {file: re.search(rf"\b{module}\b", file.read_text()) is not None for file in files}
-    files.sort(key=lambda file: (file.stem != f"test_{module}", not named[file]))
+    own, folder = f"test_{module.stem}", f"test_{module.parent.name}"
+    named = {file: re.search(rf"\b{module.stem}\b", file.read_text()) is not None for file in files}
+    files.sort(key=lambda file: (file.stem != own, file.stem != folder, not named[file]))
     return [str(file.relative_to(ROOT)) for file in files]
 
 
@@ -191,7 +192,7 @@ def caught(line: BrokenLine, room: str, folder: Path, seconds: float) -> str:
     kept = target.read_text()
     target.write_text(line.source)
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["--doctest-modules", "-o", OPTIONS, str(line.path), *tests_of(room, line.path.stem)]
+    command += ["--doctest-modules", "-o", OPTIONS, str(line.path), *tests_of(room, line.path)]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds, env=environment)

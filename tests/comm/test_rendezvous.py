@@ -25,8 +25,9 @@ WORLD = 3
 
 
 @pytest.fixture
-def doors() -> Iterator[tuple[list[socket.socket], list[str]]]:
+def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[socket.socket], list[str]]]:
     """Each rank's listener, and what it told the others."""
+    monkeypatch.setattr(rendezvous, "MEET_SECONDS", 12.0)
     with ExitStack() as stack:
         listeners, notes = zip(*(rendezvous._listen(WORLD) for _ in range(WORLD)), strict=True)
         for one in listeners:

@@ -37,11 +37,13 @@ def test_lines_that_compute_are_broken_and_no_others() -> None:
 
 
 def test_a_rooms_tests_come_in_the_order_in_which_they_concern_a_module() -> None:
-    files = [Path(name).name for name in lines.tests_of("plan", "leaf_classes")]
+    files = [Path(name).name for name in lines.tests_of("plan", Path("fzero/plan/leaf_classes.py"))]
     assert files[0] == "test_leaf_classes.py"
     text = [(lines.ROOT / "tests" / "plan" / name).read_text() for name in files[1:]]
     named = ["leaf_classes" in one for one in text]
     assert named == sorted(named, reverse=True)
+    of_roles = lines.tests_of("passes", Path("fzero/passes/pipeline/assign_roles.py"))
+    assert of_roles[0] == "tests/passes/test_pipeline.py", "that of its folder"
     assert sorted(files) == sorted(file.name for file in (lines.ROOT / "tests" / "plan").glob("test_*.py"))
 
 

@@ -24,7 +24,8 @@ LEAF = torch.arange(12 * 6).view(12, 6)
     [
         (P(), "", (12, 6)), (P("tp"), "S0 over tp", (6, 6)), (P(None, "mp"), "S1 over mp", (12, 2)),
         (P("mp", "tp"), "S1 over tp, S0 over mp", (4, 3)), (P(("tp", "mp"), None), "S0 over tp, S0 over mp", (2, 6)),
-        (P(groups("tp", 3)), "S0/3 over tp", (6, 6)), (P(groups(("tp", "mp"), 2)), "S0/2 over tp, S0/2 over mp", (2, 6)),
+        (P(groups("tp", 3)), "S0/3 over tp", (6, 6)),
+        (P(groups(("tp", "mp"), 2)), "S0/2 over tp, S0/2 over mp", (2, 6)),
         (P("one", "tp"), "S1 over tp", (12, 3)),
     ],
 )  # fmt: skip
@@ -56,7 +57,7 @@ def test_groups_of_a_fused_dim_are_cut_each() -> None:
     [
         (P("tp", None, None), (12, 6), "P('tp', None, None) names 3 dims; w has shape (12, 6)"),
         (P(("mp", "tp")), (12, 6), "the mesh has these axes in the order ['tp', 'mp']: name them so"),
-        (P(("tp", "mp")), (10, 6), "dim 0 over tp=2 x mp=3 needs 6 equal parts: 10 is no multiple of 6; the next that is: 12"),
+        (P(("tp", "mp")), (10, 6), "dim 0 over tp=2 x mp=3 needs 6 equal parts: 10 is no multiple of 6; the next"),
         (P(groups(("tp", "mp"), 2)), (18,), "needs 12 equal parts: 18 is no multiple of 12; the next that is: 24"),
         (P(None, "tp"), (12, 5), "shard: w of shape (12, 5) as P(None, 'tp'): S1 on 2 ranks needs dim 1"),
     ],
