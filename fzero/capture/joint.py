@@ -130,7 +130,8 @@ class Joint:
             with self._autocast():
                 result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
             loss, count, aux = self._checked(result)
-            shown = _wide(loss.detach())  # forward work: in a pipeline the last chunk's
+            with torch.no_grad():
+                shown = _wide(loss.detach())  # forward work: in a pipeline the last chunk's
             start = loss if scale is None else loss * scale / (1 if count is None else safe(count))
             self.enter("backward")
             grads = torch.autograd.grad(start, own, allow_unused=True) if loss.requires_grad else [None] * len(own)

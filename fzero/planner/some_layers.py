@@ -101,8 +101,10 @@ def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate, int]]
     for one in done.estimates:
         if one.remat != "none" or (deep and not shallow_say(done.problem, one.ranks)):
             continue  # of a deep model each such program takes minutes
+        if (full := replace(one, remat="full")) not in done.estimates:
+            continue  # as of the default
         seconds, peak = done.likely(one)
-        slower, least = done.likely(replace(one, remat="full"))
+        slower, least = done.likely(full)
         if peak <= budget or least >= budget or peak <= least:
             continue
         part = (peak - budget) / (peak - least)
