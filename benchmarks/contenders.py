@@ -97,12 +97,14 @@ def alone(setup: Setup, compiled: bool = False) -> Step:
 
 
 def ddp(setup: Setup, zero_redundancy: bool = False, hook: str = "") -> Step:
-    """hook: of `torch.distributed.algorithms.ddp_comm_hooks`: "fp16", or "powersgd" of rank 1 from the second step."""
+    """hook: of `torch.distributed.algorithms.ddp_comm_hooks`: "fp16", or "powersgd" of rank 1 from the second step. That
+    one takes one bucket: its all-reduces of several would start in another order on each rank of gloo."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
     model = setup.model()
-    net = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+    cap = 4096 if hook == "powersgd" else None
+    net = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True, bucket_cap_mb=cap)
     if hook:
         _register(net, hook)
     optimizer: torch.optim.Optimizer

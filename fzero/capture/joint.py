@@ -130,6 +130,8 @@ class Joint:
             with self._autocast():
                 result = self.fn(tree.unflatten(self.treedef, own), *call.args, **call.kwargs)
             loss, count, aux = self._checked(result)
+            with torch.no_grad():
+                shown = _wide(loss.detach())  # forward work: in a pipeline the last chunk's
             start = loss if scale is None else loss * scale / (1 if count is None else safe(count))
             self.enter("backward")
             grads = torch.autograd.grad(start, own, allow_unused=True) if loss.requires_grad else [None] * len(own)
@@ -143,7 +145,7 @@ class Joint:
             g = g.to(self._grad_dtype(self.leaves[i].dtype))
             sums.append(g if scale is None or count is None else g * safe(count))
         counts = [] if count is None else [count]
-        return [_wide(loss.detach()), *sums, *counts, *(a.detach() for a in aux)]
+        return [shown, *sums, *counts, *(a.detach() for a in aux)]
 
     def forward(self, *xs: Tensor) -> list[Tensor]:
         """The leaves of the function's result, two for a Mean; fills `marks`. `xs`: a region's inputs."""

@@ -92,8 +92,8 @@ def coding(program: Program, policy: Precision, rates: Rates | None = None) -> C
         if op.is_collective and (per := _per(program, op, policy)) is not None:
             nbytes, kind = wire_bytes(program, op), program.buffers[op.reads[0].name].kind
             sent += nbytes
-            whole = float(nbytes * per) * (4 if kind == "grad" else wide)
-            saved += (whole * 2 / program.mesh.size(op.axis or "") if op.kind == "all_gather_values" else whole) - nbytes
+            less = 2 / program.mesh.size(op.axis or "") if op.kind == "all_gather_values" else 1
+            saved += float(nbytes * per) * less * (4 if kind == "grad" else wide) - nbytes
         elif op.computes and measured:
             seconds += _seconds(program, op, policy, rates)
     return CodecAccount(sent, round(saved), seconds if measured else None)

@@ -250,7 +250,8 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
         ready = max((levels[a] for a in node.all_input_nodes), default=0)
         levels[node] = ready + (node.op == "call_function" and node.target in LATER)
     for node in reversed(graph.nodes):
-        if fx_nodes.is_pointwise(node) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
+        picks = node.target is operator.getitem and fx_nodes.is_pointwise(fx_nodes.operand(node))
+        if (picks or fx_nodes.is_pointwise(node)) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
             needed = [levels[u] - (u.target in LATER) for u in node.users if u.op != "output"]
             levels[node] = max(levels[node], min(needed, default=0))
     return levels

@@ -5,6 +5,7 @@ A field that was given is pinned: it has that one value in every candidate (`Spe
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -54,7 +55,8 @@ OFFLOADS = (None, "optimizer", "optimizer+params", ALL)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value for each field that may be open. mesh: the axes, the slowest first. pipeline: None for the default."""
+    """One value for each field that may be open. mesh: the axes, the slowest first. pipeline: None for the default.
+    reduce: None for the rule of `Spec`, and where there is one microbatch."""
 
     mesh: tuple[tuple[str, int], ...]
     zero: Any
@@ -62,6 +64,7 @@ class Candidate:
     remat: Any
     offload: Any
     pipeline: Any = None
+    reduce: str | None = None
 
     def spec(self, base: Spec, rules: Mapping[str, P] = EMPTY) -> Spec:
         """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
@@ -94,14 +97,16 @@ class Candidate:
         mesh = " ".join(f"{name}={size}" for name, size in self.mesh)
         offload = f" offload={self.offload}" if self.offload is not None else ""
         schedule = f" pipeline={self.pipeline}" if self.pipeline is not None else ""
-        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{offload}{schedule}"
+        rest = offload + schedule + (f" reduce={self.reduce}" if self.reduce is not None else "")
+        return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{rest}"
 
 
 def default(spec: Spec, world_size: int) -> Candidate:
     """What the spec means without a planner."""
     auto = (("dp", world_size), *((axis, 1) for axis in sorted(named(spec.shard))))
     mesh = auto if spec.mesh == AUTO else mesh_of(spec, world_size).axes
-    return Candidate(mesh, fixed(spec.zero), spec.microbatches, fixed(spec.remat), fixed(spec.offload), spec.pipeline)
+    values = spec.microbatches, fixed(spec.remat), fixed(spec.offload), spec.pipeline, spec.reduce
+    return Candidate(mesh, fixed(spec.zero), *values)
 
 
 def candidates(
@@ -126,9 +131,10 @@ def candidates(
     for mesh in over:
         for zero in stages(mesh) if "zero" in open_ else [fixed(spec.zero)]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
-                for remat in remats:
-                    for offload in offloads:
-                        yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline)
+                for remat, offload, reduce in itertools.product(
+                    remats, offloads, reductions(spec, Mesh(mesh), zero, microbatches)
+                ):
+                    yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline, reduce)
 
 
 def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:
@@ -171,6 +177,13 @@ def stages(mesh: tuple[tuple[str, int], ...]) -> list[Any]:
     if "dp_out" in sizes:
         return ["hsdp", "hpz", 1]
     return list(STAGES) if math.prod(sizes.get(axis, 1) for axis in DATA) > 1 else [0]
+
+
+def reductions(spec: Spec, mesh: Mesh, zero: Any, microbatches: int) -> list[str | None]:
+    """The values of `reduce` that make a difference: at stages 0 and 1 each rank holds whole gradients either way."""
+    if spec.reduce is not None or microbatches == 1 or mesh.data_ranks == 1:
+        return [spec.reduce]
+    return ["end"] if zero in (0, 1) else ["each", "end"]
 
 
 def _microbatches(mesh: tuple[tuple[str, int], ...], rows: int) -> list[int]:

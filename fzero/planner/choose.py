@@ -45,7 +45,7 @@ def plan(
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
     Open are the fields `mesh`, `zero`, `microbatches`, `remat`, `offload` and `pipeline` that were not given, and
-    `prefetch`, `bucket_bytes`, `reduce` and `update_on` where they are None. A field that was given is pinned, also
+    `reduce`, `prefetch`, `bucket_bytes` and `update_on` where they are None. A field that was given is pinned, also
     where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names. A spec
     without `shard` gets rules over an axis `tp` where they save time (`fzero.planner.tensor_rules`).
 
@@ -93,6 +93,7 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
         best = found.rows[own.candidate] = found.whole(own.candidate)
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
     idle = {"pipeline"} if best.candidate.ranks.roles == 1 else set()
+    idle |= {"reduce"} if best.candidate.reduce is None else set()
     open_ = [f.name for f in fields(Candidate) if f.name not in problem.given | idle]
     choices = {name: _reason(name, best, table, found) for name in open_}
     if named(problem.rules.shard) & dict(best.candidate.mesh).keys():
@@ -113,7 +114,7 @@ def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lo
     lowered = found.programs[one]
     decided, role = lowered.decisions, lowered.decisions.roles[0]
     rest: dict[str, Choice[Any]] = {"prefetch": role.prefetch, "bucket_bytes": decided.bucket_bytes}
-    if one.microbatches > 1:
+    if one.microbatches > 1 and one.reduce is None:
         rest["reduce"] = decided.reduce
     if one.offload is not None:
         rest["update_on"] = role.update_on

@@ -72,8 +72,8 @@ class OnDevice:
 class Sketch:
     """Of one rank. seconds: of the loss and its gradient, by the value of `remat`. activations: their bytes at their
     fullest. update: seconds. params, optimizer: bytes. wire: bytes of an element that is gathered, over those of one
-    that is held. layers: of the model. waits: whether gradients wait for the last one. reduce: of the spec.
-    held: by the value of `offload`. ops: of the program."""
+    that is held. layers: of the model. waits: whether gradients wait for the last one. held: by the value of `offload`.
+    ops: of the program."""
 
     seconds: dict[Any, Ends]
     activations: dict[Any, Ends]
@@ -83,7 +83,6 @@ class Sketch:
     wire: float
     layers: int
     waits: bool
-    reduce: str | None
     held: dict[Any, OnDevice]
     ops: int
 
@@ -183,8 +182,8 @@ class _Estimate:
     def each(self) -> bool:
         """Whether the gradients of each microbatch are reduced (`fzero.compile.decide.reduce_when`)."""
         of = self.sketch
-        if of.reduce is not None:
-            return of.reduce == "each" and self.one.microbatches > 1
+        if self.one.reduce is not None:
+            return self.one.reduce == "each" and self.one.microbatches > 1
         kept = next(iter(of.activations.values())).of(self.own)
         more = of.params * (1 - 1 / self.data)
         return self.one.microbatches > 1 and more > MORE * (kept + (of.params + of.optimizer) / self.data)

@@ -118,9 +118,10 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     again. What was lowered corrects the sketch of what was not. If there are no more than `most`, all are lowered.
     most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
+    own = default(of.spec, of.world_size)
     found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard)
-    done = Search(of, sketch.estimates(found, of.rows, of.machine, of.rules.bytes_a_row))
-    done.row(default(of.spec, of.world_size))
+    done = Search(of, sketch.estimates([own, *found], of.rows, of.machine, of.rules.bytes_a_row))
+    done.row(own)
     if len(done.estimates) <= most:
         for each in done.estimates:
             done.row(each)

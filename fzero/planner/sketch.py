@@ -53,7 +53,7 @@ def sketched(problem: Problem) -> Sketch:
     wire = 1.0 if gathered is None else gathered / _widest(problem.params_like)
     return Sketch(
         seconds, activations, last.busy[1], last.held("param"), last.held("optimizer"), wire, problem.layers,
-        gradients_wait(spec), spec.reduce, _held(problem), len(last.tokens[0]),
+        gradients_wait(spec), _held(problem), len(last.tokens[0]),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fzero.planner.candidates import Candidate
+from fzero.planner.deep import is_deep, shallow_say
 from fzero.planner.equal_layers import Stack
 from fzero.planner.planned import Row
 from fzero.planner.search import Search
@@ -96,12 +97,14 @@ def _more(done: Search, one: Candidate, row: Row, count: int, depth: int) -> int
 
 def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate, int]]:
     """(seconds, a candidate, how many of its layers) where all layers fit and none does, on the line between both."""
-    budget = done.problem.budget
+    budget, deep = done.problem.budget, is_deep(done.problem)
     for one in done.estimates:
-        if one.remat != "none":
-            continue
+        if one.remat != "none" or (deep and not shallow_say(done.problem, one.ranks)):
+            continue  # of a deep model each such program takes minutes
+        if (full := replace(one, remat="full")) not in done.estimates:
+            continue  # as of the default
         seconds, peak = done.likely(one)
-        slower, least = done.likely(replace(one, remat="full"))
+        slower, least = done.likely(full)
         if peak <= budget or least >= budget or peak <= least:
             continue
         part = (peak - budget) / (peak - least)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from functools import partial
 from typing import Any
 
 import kept
@@ -89,6 +90,7 @@ def tokens(rank: int, step: int, rows: int = 12) -> dict[str, Tensor]:
 # --- every choice of rules --------------------------------------------------------------------------------------------
 
 PARAMS, TOWER = tower()
+PRECISIONS = ("fp16", "fp32", "bf16", "autocast")
 SGD = optim.sgd(0.1, momentum=0.9)
 
 
@@ -101,16 +103,40 @@ def lower(mesh: dict[str, int], rules: dict[str, P], **given: Any) -> fzero.Lowe
 @pytest.mark.parametrize("wte", ACROSS, ids=str)
 @pytest.mark.sampled(1)
 def test_every_choice_of_a_blocks_rules(wte: P, head: P, whole: bool) -> None:
-    """Of 1,295, in make acceptance: what lowers on {"tp": 2}, and so verifies, does with two roles."""
+    """Of 1,295, in make acceptance: what lowers on {"tp": 2}, and so verifies, does with two roles, in each precision by
+    turns. A loss scale multiplies the loss behind the last chunk's sums."""
     every = [dict(zip(BLOCK, dims, strict=True)) for dims in itertools.product(*BLOCK.values())]
     every = [{"wte": wte, "head": head, **{f"blocks/*/{leaf}": dims for leaf, dims in one.items()}} for one in every]
     every = [rules for rules in every if any("tp" in dims for dims in rules.values())]
-    for rules in every if whole else random.Random(f"{wte} {head}").sample(every, 4):
+    for number, rules in enumerate(every if whole else random.Random(f"{wte} {head}").sample(every, 4)):
+        precision = PRECISIONS[number % len(PRECISIONS)]
         for mesh, pipeline in (({"tp": 2}, None), ({"pp": 2, "tp": 2}, "1f1b")):
             try:
-                lower(mesh, rules, pipeline=pipeline)
+                lower(mesh, rules, pipeline=pipeline, precision=precision)
             except fzero.FzeroError as error:
-                raise AssertionError(f"{mesh} with {rules}") from error
+                raise AssertionError(f"{mesh} with {rules} in {precision}") from error
+
+
+@pytest.mark.parametrize("sequence", [None, "tp"])
+def test_a_scaled_loss_that_is_a_sum_over_ranks(sequence: str | None) -> None:
+    """Of a vocabulary in parts, large enough that its logits stay so. It has the bits of tensor parallelism alone."""
+    g = torch.Generator().manual_seed(0)
+    params = {"wte": torch.randn(256, 64, generator=g) / 9,
+              "blocks": [{name: torch.randn(64, 64, generator=g) / 9 for name in ("up", "down")} for _ in range(2)]}  # fmt: skip
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        z = F.embedding(batch["x"], p["wte"])
+        for k in p["blocks"]:
+            z = z + F.linear(F.gelu(F.linear(F.layer_norm(z, (64,)), k["up"])), k["down"])
+        return F.cross_entropy(F.linear(z, p["wte"]).flatten(0, 1), batch["y"].flatten())
+
+    given = {"loss": loss, "optimizer": SGD, "precision": "fp16", "microbatches": 2, "sequence": sequence,
+             "shard": {"wte": P("tp"), "blocks/*/up": P("tp"), "blocks/*/down": P(None, "tp")}}  # fmt: skip
+    alone, both = (
+        run(fzero.Spec(mesh=mesh, **given), params, partial(tokens, rows=8), world=math.prod(mesh.values()), steps=2)
+        for mesh in ({"tp": 2}, {"pp": 2, "tp": 2})
+    )
+    assert differing(alone.final, both.final) == []
 
 
 # --- drawn at random --------------------------------------------------------------------------------------------------
