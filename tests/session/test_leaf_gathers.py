@@ -146,7 +146,7 @@ def test_leaves_come_in_the_order_in_which_they_are_asked_for_by_one_gather_a_co
     mailbox = Mailbox(plan.mesh, poison=True)
     with ThreadPoolExecutor(2) as pool:
         gathers = [LeafGathers(plan, memory[rank], Counted(mailbox, rank), CPU, rank) for rank in range(2)]
-        found = list(pool.map(lambda one: one.gathered([plan.leaves[i] for i in asked]), gathers))
+        found = list(pool.map(lambda one: one.gathered([plan.leaves[i] for i in asked], True), gathers))
     assert all(torch.equal(x, values[i]) for one in found for x, i in zip(one, asked, strict=True))
     assert started == ["all_gather"] * 2 * 2, "two columns, two ranks"
 

@@ -215,6 +215,18 @@ def test_an_error_is_kept_for_all_ranks_to_raise(
     assert world.planned(given, PARAMS, None, None) is given, "it is raised where a state is made"
 
 
+def test_inside_a_transform_no_world_is_opened(four: heartbeat.Presence) -> None:
+    found: list[World] = []
+
+    def opened(x: torch.Tensor) -> torch.Tensor:
+        found.append(World.open("init", spec(), PARAMS))
+        return x
+
+    torch.vmap(opened)(torch.ones(2))
+    assert isinstance(found[0].failure, fzero.CaptureError)
+    assert "fzero.init was called inside a torch.func transform" in str(found[0].failure)
+
+
 def test_a_mesh_that_is_planned_is_not_known_yet(four: heartbeat.Presence) -> None:
     assert World.open("init", spec(mesh="auto"), PARAMS).failure is None
     assert four.label(3) == "rank 3"
