@@ -4,9 +4,9 @@
 
 The lines are drawn at random from those that compute; in one of them a comparison is turned round, a condition negated,
 a number made one more, an operator exchanged or a statement left out. The broken module lies in a copy of the
-repository. Its tests have `--seconds` to fail there: the examples in its docstrings and the files of `tests/<room>/`,
-that of the module's name first, then that of its folder's, then those that name the module. A survivor is printed:
-either a test is missing, or nobody can see what the line does.
+repository. Its tests have `--seconds` of a core to fail there: the examples in its docstrings and the files of
+`tests/<room>/`, that of the module's name first, then that of its folder's, then those that name the module. A survivor
+is printed: either a test is missing, or nobody can see what the line does.
 
 Left out are classes of lines that only a reader sees: text, errors, annotations, what is logged as information, which
 step is shown as progress, and what a record's text leaves out. So is a number that has a name at the top of a module
@@ -23,13 +23,17 @@ import copy
 import os
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
@@ -42,6 +46,7 @@ SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # 
 SAID = ("log.info", "log.debug", "progress.now")  # calls that only say something
 UNSEEN = ("strict", "repr", "digest_size")  # arguments: zip's changes no result, field's only a text, a digest's length
 TOKEN = "secrets.token_hex"  # of which the length is a choice too
+WAITING = 3
 OPTIONS = "doctest_optionflags=ELLIPSIS NORMALIZE_WHITESPACE"
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -187,7 +192,8 @@ def tests_of(room: str, module: Path) -> list[str]:
 
 def caught(line: BrokenLine, room: str, folder: Path, seconds: float) -> str:
     """How the tests of a room end in a copy of the repository with this line broken: "failed", "passed", or "too slow"
-    where they are not at their end after `seconds`."""
+    where they are not at their end after `seconds` of a core. Other work on the machine does not count; but where they
+    wait, as for processes that they start, they have at most `WAITING` times as long by the clock."""
     target = folder / line.path
     kept = target.read_text()
     target.write_text(line.source)
@@ -195,11 +201,16 @@ def caught(line: BrokenLine, room: str, folder: Path, seconds: float) -> str:
     command += ["--doctest-modules", "-o", OPTIONS, str(line.path), *tests_of(room, line.path)]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds, env=environment)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=WAITING * seconds, env=environment,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_CPU, (ceil(seconds), ceil(seconds))),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "too slow"
     finally:
         target.write_text(kept)
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "too slow"
     return "passed" if done.returncode == 0 else "failed"
 
 
@@ -208,7 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rooms", nargs="*", default=list(ROOMS), help=f"folders of fzero/ (default {' '.join(ROOMS)})")
     parser.add_argument("--count", type=int, default=10, help="lines of each room (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="that the tests of a room may take (default 30)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a core that the tests may take (default 30)")
 
 
 def command(arguments: argparse.Namespace) -> int:

@@ -39,6 +39,9 @@ def test_what_changed_alone_is_told() -> None:
     assert (path, before.text, now.text) == ("n", "int 1", "int 2")
     assert list(batch_key.changed(first, [first])) == []
     assert list(batch_key.changed(other, [first])) == [], "the tensors differ too"
+    assert list(batch_key.changed(key((X, 2)), [key([X, 1])])) == [], "the structure differs too"
+    low, high = (batch_key.key_of({"n": n}, CPU, phase) for n, phase in ((1, "low"), (2, "high")))
+    assert list(batch_key.changed(high, [low])) == [], "the phase differs too"
 
 
 def test_a_string_that_changes_is_refused() -> None:

@@ -117,6 +117,21 @@ def test_a_handler_that_raises_nothing_is_called_once_after_the_step(state: Stat
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_of_a_handler_that_raises_nothing_only_a_signal_within_the_ops_waits(state: State) -> None:
+    seen: list[int] = []
+    handler = lambda number, frame: seen.append(number)  # noqa: E731
+    signal.signal(signal.SIGINT, handler)
+
+    def step(state: State) -> State:
+        interrupt()
+        seen.append(1)
+        return writing(state, interrupt, lambda: seen.append(2))
+
+    keeps_state(step)(state)
+    assert seen == [signal.SIGINT, 1, 2, signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_a_handler_that_the_step_has_put_there_stays(state: State) -> None:
     other = lambda number, frame: None  # noqa: E731
     keeps_state(writing)(state, lambda: signal.signal(signal.SIGINT, other))
