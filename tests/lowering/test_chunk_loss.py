@@ -1,4 +1,5 @@
-"""`Spec(loss_chunks=)`, chunk_loss and chunk_body: the oracle is a loop over chunks in plain PyTorch, whose gradients autograd sums.
+"""chunk_loss and chunk_body, `Spec(loss_chunks=)`: the oracle is a loop over chunks in plain PyTorch, whose gradients
+autograd sums.
 
 A chunk that is taken twice, left out, shifted by a token or summed in another order is another result.
 """
