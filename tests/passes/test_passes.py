@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -14,11 +15,13 @@ from passed import OFFLOADED, Stage, segment_texts, stages, upto
 
 import fzero
 from fzero.cost.memory import account
+from fzero.ir.code_ops import OPS
 from fzero.ir.decisions import RoleDecisions
 from fzero.ir.liveness import gathered_bytes, intervals
 from fzero.ir.program import Program, wire_bytes
 from fzero.passes import PASSES, Options, trail
 from fzero.passes.accumulate import accumulate as sums_in_segments
+from fzero.passes.cast_before_gather import _nbytes
 from fzero.passes.offload.schedule_updates import schedule_updates
 from fzero.verify import abstract
 from fzero.verify.rules import verify
@@ -187,6 +190,12 @@ def test_bytes_to_which_gathers_start_early_are_never_too_few() -> None:
     )
     with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
         cases.lowered(params=params, prefetch_bytes=1, gather_bytes=least - 1)
+
+
+def test_of_two_forms_of_a_leaf_the_one_of_fewer_bytes_is_gathered() -> None:
+    """An element of a block of 64 in 8 bits takes one byte, and a 16th for the block's number."""
+    assert [_nbytes(form) for form in (torch.float32, torch.bfloat16)] == [4, 2]
+    assert _nbytes(OPS["int8"]) == Fraction(17, 16) < _nbytes(torch.bfloat16)
 
 
 def test_casts_before_the_gather_halve_what_is_gathered() -> None:
