@@ -79,7 +79,7 @@ def test_a_broken_line_is_caught_or_survives(
     assert ends == {2: "failed", 6: "passed"}
     assert (tmp_path / "fzero/plan/small.py").read_text().startswith("def double")
     endless = lines.BrokenLine(Path("fzero/plan/small.py"), 2, "", "    while True:\n        x + 1\n")
-    assert lines.caught(endless, "plan", tmp_path, 6.0) == "too slow"
+    assert lines.caught(endless, "plan", tmp_path, 3.0) == "too slow"
     assert lines.main(["plan", "--count", "2"]) == 1
     assert "plan: 50% of 2 caught" in capsys.readouterr().out
     (tmp_path / "tests/plan/test_small.py").write_text("def test():\n    assert False\n")
