@@ -38,7 +38,9 @@ from fzero.shard.placements import Flat
 
 aten = torch.ops.aten
 LATER = (REGION, REDUCE, CODED_MEAN, FED_MEAN)  # what they make is of the next level
-SHORT = 4  # elementwise ops on a gradient or a leaf that are done again rather than kept from one level to another
+SHORT = (
+    20  # elementwise ops on a gradient or a leaf that are done again, on slices, rather than kept whole between levels
+)
 
 
 def build(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:

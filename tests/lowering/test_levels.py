@@ -109,12 +109,13 @@ NARROW = {
 
 
 @pytest.mark.parametrize("given", NARROW.values(), ids=NARROW)
-@pytest.mark.parametrize("tx", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("tx", ["adamw", "lion", "sgd", "lamb"])
 def test_updates_wait_for_a_sum_over_tensor_parallelism_on_slices(tx: str, given: dict[str, Any]) -> None:
-    """Whether a step is finite is known after sums over both axes. What waits for it is no whole tensor: no column but
-    the parameters is gathered, as without it."""
+    """Whether a step is finite, and LAMB's norms, are known after sums over both axes. What waits for them is no whole
+    tensor: no column but the parameters is gathered."""
     make: dict[str, Any] = {
-        "adamw": optim.adamw(1e-3), "lion": optim.lion(1e-3), "sgd": optim.sgd(0.1, momentum=0.9),
+        "adamw": optim.adamw(1e-3), "lion": optim.lion(1e-3), "lamb": optim.lamb(1e-3),
+        "sgd": optim.sgd(0.1, momentum=0.9),
     }  # fmt: skip
 
     def loss(p: Any, x: Tensor) -> Tensor:
