@@ -4,25 +4,38 @@
 
 The lines are drawn at random from those that compute; in one of them a comparison is turned round, a condition negated,
 a number made one more, an operator exchanged or a statement left out. The broken module lies in a copy of the
-repository. The tests of `tests/<room>/` have `--seconds` to fail there, those of the module's own name first. A
-survivor is printed: either a test is missing, or nobody can see what the line does.
+repository. Its tests have `--seconds` of a core to fail there: the examples in its docstrings and the files of
+`tests/<room>/`, that of the module's name first, then that of its folder's, then those that name the module. A survivor
+is printed: either a test is missing, or nobody can see what the line does.
+
+Left out are classes of lines that only a reader sees: text, errors, annotations, what is logged as information, which
+step is shown as progress, and what a record's text leaves out. So is a number that has a name at the top of a module
+(`MAX_PROGRAMS = 32`): a threshold, which was chosen, and of which a test could only say the same number; and the length
+of a digest or of a random name.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import copy
 import os
 import random
+import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 from lab import commands
 
@@ -30,6 +43,11 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("passes", "lowering", "session", "shard", "comm", "plan")
 LEFT_OUT = (".git", ".venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # what only a reader or an error sees
+SAID = ("log.info", "log.debug", "progress.now")  # calls that only say something
+UNSEEN = ("strict", "repr", "digest_size")  # arguments: zip's changes no result, field's only a text, a digest's length
+TOKEN = "secrets.token_hex"  # of which the length is a choice too
+WAITING = 3
+OPTIONS = "doctest_optionflags=ELLIPSIS NORMALIZE_WHITESPACE"
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
@@ -78,17 +96,39 @@ def broken_lines(source: str) -> dict[int, list[str]]:
 
 def _computing(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     """The statements and expressions of a tree that do something: no annotation, docstring or text of an error."""
-    if isinstance(node, ast.keyword) and node.arg == "strict":
-        return  # of zip: it changes no result
+    if isinstance(node, ast.keyword) and node.arg in UNSEEN:
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == TOKEN:
+        return
     for name, field in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
         for child in field if isinstance(field, list) else [field]:
-            if not isinstance(child, ast.AST) or isinstance(child, SKIPPED):
+            if (
+                not isinstance(child, ast.AST)
+                or isinstance(child, SKIPPED)
+                or _is_threshold(child)
+                or _only_says(child)
+            ):
                 continue
             if isinstance(child, (ast.expr, ast.stmt)):
                 yield child
             yield from _computing(child)
+
+
+def _is_threshold(node: ast.AST) -> bool:
+    """Whether a statement gives a number a name of a module, in capitals."""
+    match node:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
+            return name.isupper() and isinstance(value, (ast.Constant, ast.BinOp))
+    return False
+
+
+def _only_says(node: ast.AST) -> bool:
+    """Whether a statement calls one of `SAID`."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in SAID
 
 
 def _changed(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
@@ -132,27 +172,45 @@ def drawn(room: str, count: int, seed: int) -> list[BrokenLine]:
     ]
 
 
-def tests_of(room: str, module: str) -> list[str]:
-    """The files of a room's tests, that of a module first."""
+def copy_of_all(folder: Path) -> Path:
+    """A copy of the repository, whose bytecode holds the hash of its source: what is broken is compiled anew, even
+    within the second, and nothing else is."""
+    copied = Path(shutil.copytree(ROOT, folder / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+    for name in ("fzero", "lab", "tests/support"):
+        compileall.compile_dir(copied / name, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+    return copied
+
+
+def tests_of(room: str, module: Path) -> list[str]:
+    """The files of a room's tests: that of a module first, then that of its folder, then those that name it."""
     files = sorted((ROOT / "tests" / room).rglob("test_*.py"))
-    return [str(f.relative_to(ROOT)) for f in sorted(files, key=lambda f: f.stem != f"test_{module}")]
+    own, folder = f"test_{module.stem}", f"test_{module.parent.name}"
+    named = {file: re.search(rf"\b{module.stem}\b", file.read_text()) is not None for file in files}
+    files.sort(key=lambda file: (file.stem != own, file.stem != folder, not named[file]))
+    return [str(file.relative_to(ROOT)) for file in files]
 
 
 def caught(line: BrokenLine, room: str, folder: Path, seconds: float) -> str:
     """How the tests of a room end in a copy of the repository with this line broken: "failed", "passed", or "too slow"
-    where they are not at their end after `seconds`."""
+    where they are not at their end after `seconds` of a core. Other work on the machine does not count; but where they
+    wait, as for processes that they start, they have at most `WAITING` times as long by the clock."""
     target = folder / line.path
     kept = target.read_text()
     target.write_text(line.source)
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += tests_of(room, line.path.stem)
+    command += ["--doctest-modules", "-o", OPTIONS, str(line.path), *tests_of(room, line.path)]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds, env=environment)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, timeout=WAITING * seconds, env=environment,
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_CPU, (ceil(seconds), ceil(seconds))),
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return "too slow"
     finally:
         target.write_text(kept)
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return "too slow"
     return "passed" if done.returncode == 0 else "failed"
 
 
@@ -161,14 +219,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rooms", nargs="*", default=list(ROOMS), help=f"folders of fzero/ (default {' '.join(ROOMS)})")
     parser.add_argument("--count", type=int, default=10, help="lines of each room (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="that the tests of a room may take (default 30)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a core that the tests may take (default 30)")
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints each survivor and the counts. Returns 1 where a room's tests caught less than 90 % of its lines."""
     few = False
     with tempfile.TemporaryDirectory() as folder:
-        copied = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=shutil.ignore_patterns(*LEFT_OUT)))
+        copied = copy_of_all(Path(folder))
         for room in arguments.rooms:
             lines, began = drawn(room, arguments.count, arguments.seed), time.monotonic()
             ends: list[str] = []

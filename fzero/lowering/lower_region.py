@@ -62,7 +62,7 @@ class RegionBuilder:
         self.first: dict[str, str] = {}  # by bucket, the reduced gradients of the first microbatch
         parts: dict[int, list[Ref]] = {i: [] for i in range(len(gm_outs))}
         for m in range(self.k):
-            reads = [self._slice(b.where[x], x.meta["val"], m) if cut else b.where[x]
+            reads = [_slice(b.where[x], x.meta["val"], m, self.k) if cut else b.where[x]
                      for x, cut in zip(inputs, region.sliced, strict=True)]  # fmt: skip
             outs = [b.new(f"{self.name}.out{i}.{m}", region.values[i], "activation") for i in fresh_of]
             into = [self._grad_ref(i, m) for i in dest_of]
@@ -274,10 +274,12 @@ class RegionBuilder:
             total = mean
         b.where[node] = total
 
-    def _slice(self, ref: Ref, like: torch.Tensor, m: int) -> Ref:
-        chunk = like.numel() // self.k
-        start = (ref.start or 0) + m * chunk
-        return Ref(ref.name, start, start + chunk, (like.shape[0] // self.k, *like.shape[1:]))
+
+def _slice(ref: Ref, like: torch.Tensor, m: int, k: int) -> Ref:
+    """The rows of microbatch m of k."""
+    chunk = like.numel() // k
+    start = (ref.start or 0) + m * chunk
+    return Ref(ref.name, start, start + chunk, (like.shape[0] // k, *like.shape[1:]))
 
 
 def _finer(source: Buffer, step: Transition) -> str:

@@ -56,7 +56,8 @@ OFFLOADS = (None, "optimizer", "optimizer+params", ALL)
 @dataclass(frozen=True)
 class Candidate:
     """One value for each field that may be open. mesh: the axes, the slowest first. pipeline: None for the default.
-    reduce: None for the rule of `Spec`, and where there is one microbatch."""
+    reduce: None for the rule of `Spec`, and where there is one microbatch. sequence: the axis along which tokens stay
+    in parts between layers."""
 
     mesh: tuple[tuple[str, int], ...]
     zero: Any
@@ -65,6 +66,7 @@ class Candidate:
     offload: Any
     pipeline: Any = None
     reduce: str | None = None
+    sequence: str | None = None
 
     def spec(self, base: Spec, rules: Mapping[str, P] = EMPTY) -> Spec:
         """The spec with these values. rules: of `shard`, where the mesh has an axis that only these name."""
@@ -98,6 +100,7 @@ class Candidate:
         offload = f" offload={self.offload}" if self.offload is not None else ""
         schedule = f" pipeline={self.pipeline}" if self.pipeline is not None else ""
         rest = offload + schedule + (f" reduce={self.reduce}" if self.reduce is not None else "")
+        rest += f" sequence={self.sequence}" if self.sequence is not None else ""
         return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{rest}"
 
 
@@ -105,7 +108,7 @@ def default(spec: Spec, world_size: int) -> Candidate:
     """What the spec means without a planner."""
     auto = (("dp", world_size), *((axis, 1) for axis in sorted(named(spec.shard))))
     mesh = auto if spec.mesh == AUTO else mesh_of(spec, world_size).axes
-    values = spec.microbatches, fixed(spec.remat), fixed(spec.offload), spec.pipeline, spec.reduce
+    values = spec.microbatches, fixed(spec.remat), fixed(spec.offload), spec.pipeline, spec.reduce, spec.sequence
     return Candidate(mesh, fixed(spec.zero), *values)
 
 
@@ -129,12 +132,12 @@ def candidates(
     else:
         over = [mesh_of(spec, world_size).axes]
     for mesh in over:
+        sequences = lengthwise(mesh) if "sequence" in open_ else [spec.sequence]
         for zero in stages(mesh) if "zero" in open_ else [fixed(spec.zero)]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
-                for remat, offload, reduce in itertools.product(
-                    remats, offloads, reductions(spec, Mesh(mesh), zero, microbatches)
-                ):
-                    yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline, reduce)
+                sums = reductions(spec, Mesh(mesh), zero, microbatches)
+                for remat, offload, reduce, along in itertools.product(remats, offloads, sums, sequences):
+                    yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline, reduce, along)
 
 
 def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:
@@ -177,6 +180,11 @@ def stages(mesh: tuple[tuple[str, int], ...]) -> list[Any]:
     if "dp_out" in sizes:
         return ["hsdp", "hpz", 1]
     return list(STAGES) if math.prod(sizes.get(axis, 1) for axis in DATA) > 1 else [0]
+
+
+def lengthwise(mesh: tuple[tuple[str, int], ...]) -> list[str | None]:
+    """The values of `sequence`: none, and an axis that cuts layers."""
+    return [None, *(axis for axis, _ in Mesh(mesh).model_axes)]
 
 
 def reductions(spec: Spec, mesh: Mesh, zero: Any, microbatches: int) -> list[str | None]:

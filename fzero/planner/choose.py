@@ -44,10 +44,10 @@ def plan(
 ) -> Planned:
     """Chooses what the spec leaves open, before anything runs: no device is needed.
 
-    Open are the fields `mesh`, `zero`, `microbatches`, `remat`, `offload` and `pipeline` that were not given, and
-    `reduce`, `prefetch`, `bucket_bytes` and `update_on` where they are None. A field that was given is pinned, also
-    where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard` names. A spec
-    without `shard` gets rules over an axis `tp` where they save time (`fzero.planner.tensor_rules`).
+    Open are the fields `mesh`, `zero`, `microbatches`, `remat`, `offload`, `sequence` and `pipeline` that were not
+    given, and `reduce`, `prefetch`, `bucket_bytes` and `update_on` where they are None. A field that was given is
+    pinned, also where it equals the default. Of tensor parallelism the width is chosen, along the axis that `shard`
+    names. A spec without `shard` gets rules over an axis `tp` where they save time (`fzero.planner.tensor_rules`).
 
     spec: fields that it leaves out are open. params_like: as in `fzero.lower`. batch_like: the *global* batch, whose
     tensors have the rows of all ranks along dim 0. world_size: the ranks. hardware: a preset's name, a TOML file or a
@@ -94,6 +94,7 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
     table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
     idle = {"pipeline"} if best.candidate.ranks.roles == 1 else set()
     idle |= {"reduce"} if best.candidate.reduce is None else set()
+    idle |= {"sequence"} if not best.candidate.ranks.model_axes else set()
     open_ = [f.name for f in fields(Candidate) if f.name not in problem.given | idle]
     choices = {name: _reason(name, best, table, found) for name in open_}
     if named(problem.rules.shard) & dict(best.candidate.mesh).keys():

@@ -21,6 +21,7 @@ PLAIN: dict[str, Any] = {
     "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, dict, type(None)),
     "pipeline": (str, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str,
     "device_bytes": int,
+    "sequence": (str, type(None)),
 }  # fmt: skip
 
 

@@ -130,7 +130,8 @@ class _Estimate:
 
     @property
     def bytes(self) -> int:
-        """Of the device. Between layers, values are whole on each rank of tensor parallelism: as many as it sends."""
+        """Of the device. Between layers, values are whole on each rank of tensor parallelism: as many as it sends, if
+        tokens do not stay in parts."""
         of, held, roles = self.sketch, self.sketch.held[self.one.offload], self.one.ranks.roles
         keeps = self.shares if self.stage == 3 or (self.stage and of.wire < 1) else 1
         state = held.params * of.params / keeps + held.optimizer * of.optimizer / self.shares
@@ -138,7 +139,7 @@ class _Estimate:
         gathered = of.params * of.wire * (self.few if by_layers else keeps > 1)
         activations = self._like(of.activations)
         kept = activations.of_a_row * self.own / roles
-        whole = min(kept, self.tensor_bytes * self.own / roles) if roles < self.parts else 0.0
+        whole = min(kept, self.tensor_bytes * self.own / roles) if roles < self.parts and not self.one.sequence else 0.0
         kept = (whole + (kept - whole) * roles / self.parts) * min(roles, self.one.microbatches)
         cast = activations.fixed / self.shares
         return int((state + gathered + cast + self._gradients) / self.parts + kept)

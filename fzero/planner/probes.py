@@ -161,7 +161,7 @@ def tokens_of(program: Program, rates: Rates) -> list[Token]:
         here, need = program.space(op), op.workspace + op.heap
         sent = wire_bytes(program, op) + moved_bytes(program, op)
         needs = need * (here == DEVICE), need * (here == HOST)
-        figures = (sent, device, needs[0], host, needs[1], kept, needs[0])
+        figures = (sent, device, needs[0], host, needs[1], kept, needs[0] * op.in_region)
         found.append(Token(kind, (*figures, *(x for e in events for x in (e.seconds, e.place, e.written)))))
     return found
 

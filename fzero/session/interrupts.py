@@ -64,7 +64,6 @@ class _Held:
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Puts a first signal off if the step may have written; else acts as the handler of before."""
         if self.came or not (self.life.steps or self.life.ended):
-            self.restore()
             self.before(number, frame)  # type: ignore[operator, misc]
         else:
             self.came = True

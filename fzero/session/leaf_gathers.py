@@ -28,7 +28,7 @@ class LeafGathers:
     device: torch.device
     rank: int
 
-    def gathered(self, leaves: Sequence[Leaf], joined: bool = True) -> list[torch.Tensor]:
+    def gathered(self, leaves: Sequence[Leaf], joined: bool) -> list[torch.Tensor]:
         """Whole leaves on every rank. It does one gather for each sharded column among them, and one for each leaf that
         lies in parts by its dims. A column that one role of a pipeline holds goes from there to the others.
 

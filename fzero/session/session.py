@@ -29,7 +29,7 @@ from fzero.cost.kept_costs import Costs
 from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
-from fzero.plan.state_plan import Leaf, Plan
+from fzero.plan.state_plan import Plan
 from fzero.runtime import compile_segments
 from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
@@ -130,8 +130,8 @@ class Session:
             lowered = self.programs[own] if own in self.programs else self._lowered(batch, None, name)
             self.programs = _with_last(self.programs, own, lowered)
         self.last_key = key
-        while len(self.programs) > MAX_PROGRAMS:  # of one text, with other constants
-            self._drop(self.programs, next(iter(self.programs)))
+        for oldest in [*self.programs][:-MAX_PROGRAMS]:  # of one text, with other constants
+            self._drop(self.programs, oldest)
         return lowered
 
     def phase(self, step: int) -> str:
@@ -171,8 +171,8 @@ class Session:
         self._drop_changed(self.evaluations, [key] if key in self.evaluations else of_fn)
         lowered = self.evaluations[key] if key in self.evaluations else self._lowered(batch, fn)
         self.evaluations = _with_last(self.evaluations, key, lowered)
-        if len(self.evaluations) > MAX_EVALUATIONS:
-            self._drop(self.evaluations, next(iter(self.evaluations)))
+        for oldest in [*self.evaluations][:-MAX_EVALUATIONS]:
+            self._drop(self.evaluations, oldest)
         return lowered
 
     def _drop_changed(self, programs: dict[Any, Lowered], keys: Sequence[Any]) -> None:
@@ -263,8 +263,8 @@ class Session:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             raise
         self.presence.rename(call)
-        while len(self.compiled_segments) > MAX_PROGRAMS:
-            self._forget(next(iter(self.compiled_segments)))
+        for oldest in [*self.compiled_segments][:-MAX_PROGRAMS]:
+            self._forget(oldest)
         return self.bind(lowered)
 
     def _forget(self, digest: str) -> None:
@@ -280,7 +280,7 @@ class Session:
 
     def whole(self, leaves: Sequence[ShardedTensor], joined: bool = True) -> list[torch.Tensor]:
         """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
-        leaves. joined: see `gather_leaves`."""
+        leaves. joined: see `LeafGathers.gathered`."""
         failure: Exception | None = None
         try:
             for leaf in leaves:
@@ -292,12 +292,8 @@ class Session:
         request = f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
         agree(self.rank, self.world_size, request, asked, self.group, failure)
         with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
-            return self.gather_leaves([leaf.leaf for leaf in leaves], joined)
-
-    def gather_leaves(self, leaves: Sequence[Leaf], joined: bool = True) -> list[torch.Tensor]:
-        """Whole leaves on every rank (`LeafGathers`)."""
-        gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
-        return gathers.gathered(leaves, joined)
+            gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
+            return gathers.gathered([leaf.leaf for leaf in leaves], joined)
 
 
 def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]:

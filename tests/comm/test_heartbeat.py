@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fzero.comm.hang_report import TEXT_CHARS, _stat, fate, process_name
+from fzero.comm.hang_report import TEXT_CHARS, Phase, _stat, fate, process_name
 from fzero.comm.heartbeat import Presence
-from fzero.errors import PeerError
+from fzero.comm.heartbeat_thread import Where
+from fzero.errors import HangError, PeerError
 
 SCRIPT = """
 import atexit, threading
@@ -147,3 +149,131 @@ def test_what_became_of_a_process_of_this_machine() -> None:
     ]
     foreign += [f"{machine} {namespace} ../1 5", f"{machine} {namespace} {'9' * 300} 5", "", "x"]
     assert [fate(other) for other in foreign] == [""] * 7
+
+
+# --- several ranks of this process, over one store --------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[[int], list[Presence]]]:
+    """Presences of a world whose ticks take a hundredth of a second."""
+    made: list[Presence] = []
+    groups: list[_Group] = []
+
+    def start(world: int) -> list[Presence]:
+        store = dist.HashStore()
+        for rank in range(world):
+            groups.append(_Group())
+            presence = Presence(rank, world, groups[-1], store, 0.1)
+            presence.heartbeat.patience = 0.3
+            made.append(presence)
+        return made
+
+    yield start
+    for presence in made:
+        presence.heartbeat.stop(1.0)
+
+
+def test_a_rank_that_failed_alone_is_named_to_those_that_wait_for_it(ranks: Any) -> None:
+    waiting, failing, third = ranks(3)
+    for presence in (waiting, failing, third):
+        presence.enter("step 1")
+        assert presence.call == 1
+    waiting.waits = third.waits = True
+    with pytest.raises(ZeroDivisionError), failing.running(lambda: 3, lambda: "op 3"):
+        raise ZeroDivisionError("by zero")
+    assert not failing.where.inside
+    until = time.monotonic() + 5
+    while not waiting.halted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert waiting.halted == "rank 1 failed alone, in step 1, op 3: ZeroDivisionError: by zero"
+    error = waiting.lost(PeerError("closed"))
+    assert error.missing == (1,)
+    assert "ranks 0, 2: waiting in step 1, for all ranks to agree on it (this rank is one)" in str(error)
+    assert "this wait was ended" in str(error)
+    assert waiting.lost(PeerError("again")) is error
+    with pytest.raises(type(error), match=r"step 2: this process group was lost before \(rank 1 failed alone"):
+        waiting.enter("step 2")
+    failing.enter("step 2")
+    assert failing.ending.phase is Phase.GOING, "it may come to a later call"
+
+
+def test_a_rank_that_is_silent_is_told_from_one_that_is_busy(ranks: Any) -> None:
+    waiting, busy, silent = ranks(3)
+    for presence in (waiting, busy, silent):
+        presence.enter("step 1")
+    time.sleep(0.1)
+    silent.heartbeat.stop(1.0)
+    waiting.waits = True
+    error = waiting.lost(PeerError("[x.cc:3] closed. More"))
+    assert error.missing == (2,)
+    assert "rank 2 is missing: it does not answer" in str(error)
+    assert "The transport said: closed." in str(error)
+    silent.heartbeat.thread = None
+    other = busy.lost(PeerError("closed"))
+    assert other.missing == (2,)
+
+
+def test_a_wait_for_what_others_do_ends_with_a_rank_that_is_silent(ranks: Any) -> None:
+    one, other = ranks(2)
+    for presence in (one, other):
+        presence.enter("a plan")
+    asked: list[float | None] = []
+
+    def done(seconds: float | None) -> bool:
+        asked.append(seconds)
+        time.sleep(seconds or 0)
+        return len(asked) == 3
+
+    before = one.where
+    one.wait_for(done, "rank 0 plans")
+    assert len(asked) == 3
+    assert one.where == before
+    assert not one.heartbeat.listens
+    other.heartbeat.stop(1.0)
+    with pytest.raises(HangError, match="rank 1 is missing: it does not answer"):
+        one.wait_for(lambda seconds: time.sleep(seconds), "rank 0 plans")  # type: ignore[arg-type, func-returns-value]
+    alone = Presence(0, 1)
+    asked.clear()
+    alone.wait_for(lambda seconds: asked.append(seconds) or True, "it")
+    assert asked == [None], "as long as it takes"
+
+
+def test_an_error_of_a_peer_becomes_one_that_names_it(ranks: Any) -> None:
+    one, other = ranks(2)
+    for presence in (one, other):
+        presence.enter("step 1")
+    other.close()
+    one.waits = True
+    with pytest.raises(HangError, match="rank 1 is missing: its program ended"), one.running(lambda: 1, lambda: "op 1"):
+        raise PeerError("closed")
+    assert one.ending.phase is Phase.LOST
+
+
+def test_a_place_in_words() -> None:
+    where = Where()
+    assert where.text(False) == "at the beginning"
+    where = Where(2, "step 1")
+    assert where.text(True) == "in the program's own code, after step 1"
+    where = Where(2, "step 1", True)
+    assert where.text(True) == "waiting in step 1, for all ranks to agree on it"
+    assert where.text(False) == "in step 1, before its first op"
+    where = Where(2, "step 1", True, op=lambda: "op 3")
+    assert (where.text(True), where.text(False)) == ("waiting in step 1, op 3", "in step 1, op 3")
+    assert len(Where(2, "step 1", True, op=lambda: "x" * 999).text(True)) == TEXT_CHARS
+
+
+def test_a_call_has_a_name_and_an_end() -> None:
+    presence = Presence(0, 1)
+    presence.enter("step 1")
+    presence.set_agreed("step 1")
+    presence.rename("step 1, again")
+    assert (presence.call, presence.call_name, presence.where.agreed, presence.where.inside) == (
+        1, "step 1, again", "step 1", True
+    )  # fmt: skip
+    presence.leave()
+    assert not presence.where.inside
+    with presence.running(lambda: 4, lambda: "op 4"):
+        assert (presence.where.position(), presence.where.op()) == (4, "op 4")
+    assert (presence.where.position(), presence.where.op(), presence.where.inside) == (0, "", False)
+    assert presence.heartbeat.thread is None, "alone, no thread is needed"

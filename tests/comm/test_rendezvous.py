@@ -10,20 +10,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+import torch
 
-from fzero.comm import rendezvous
+from fzero.comm import heartbeat, rendezvous
+from fzero.comm.peers import SharedMemoryPeers
 from fzero.errors import PeerError
 
 WORLD = 3
 
 
 @pytest.fixture
-def doors() -> Iterator[tuple[list[socket.socket], list[str]]]:
+def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[socket.socket], list[str]]]:
     """Each rank's listener, and what it told the others."""
+    monkeypatch.setattr(rendezvous, "MEET_SECONDS", 12.0)
     with ExitStack() as stack:
         listeners, notes = zip(*(rendezvous._listen(WORLD) for _ in range(WORLD)), strict=True)
         for one in listeners:
@@ -170,3 +174,73 @@ def test_a_rank_that_does_not_come_is_named(doors: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(rendezvous, "MEET_SECONDS", 0.1)
     with stranger(doors[1][0]), pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s"):
         rendezvous._connected(0, doors[0][0], doors[1])
+
+
+# --- what two ranks of this process find ------------------------------------------------------------------------------
+
+
+def both(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
+    """What `meet` returns on two ranks that are threads; notes go by hand."""
+    gate, told = threading.Barrier(2), dict[tuple[int, int], bytes]()
+    calls = threading.local()
+
+    def tell(note: bytes, world: int, group: Any) -> list[bytes]:
+        calls.number = getattr(calls, "number", 0) + 1
+        told[calls.number, calls.rank] = note
+        gate.wait(20)
+        return [told[calls.number, rank] for rank in range(2)]
+
+    def of(rank: int) -> Any:
+        calls.rank = rank
+        return rendezvous.meet(rank, 2, **options)
+
+    monkeypatch.setattr(rendezvous, "tell", tell)
+    monkeypatch.setattr(rendezvous, "MEET_SECONDS", 3.0)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(of, range(2)))
+
+
+def test_two_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, why), (other, too) = both(monkeypatch, timeout_seconds=5.0)
+    assert (why, too) == ("", "")
+    assert (one.timeout_seconds, other.timeout_seconds) == (5.0, 5.0)
+    assert (one.halted(), other.halted()) == ("", "")
+    source = one.allocate(3 * 4096).fill_(7)
+    one.offer(9, source, [1])
+    assert other.take(9, 0, torch.empty_like(source), "it").unique().tolist() == [7]
+    for host in (one, other):
+        host.close()
+    (one, _), (other, _) = both(monkeypatch)
+    assert one.timeout_seconds == heartbeat.ALONE.timeout_seconds
+    for host in (one, other):
+        host.close()
+
+
+def test_what_one_rank_cannot_do_nobody_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(host: Any, notes: list[str]) -> None:
+        if host.rank == 1:
+            raise PeerError("not there")
+
+    monkeypatch.setattr(rendezvous, "_probe", probe)
+    assert both(monkeypatch) == [(None, "rank 1: not there")] * 2
+    monkeypatch.setattr(rendezvous, "_listen", lambda world: (None, "! no such call"))
+    assert both(monkeypatch) == [(None, "rank 0: no such call")] * 2
+
+
+def test_a_token_that_is_not_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    hosts = [SharedMemoryPeers(rank, {1 - rank: pairs[rank]}, 0.5) for rank in range(2)]
+    notes = [[f"m n a {token * 32}" for token in tokens] for tokens in ("xy", "xz")]
+
+    def probed(rank: int) -> str:
+        try:
+            rendezvous._probe(hosts[rank], notes[rank])
+        except PeerError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(probed, range(2)))
+    assert found[0] == "rank 1 wrote into its memory what rank 0 does not find there"
+    for host in hosts:
+        host.close()

@@ -14,7 +14,6 @@ from workers import shared as worker
 
 import fzero
 from fzero import tree
-from fzero.comm.pick_way import SIZES, WAYS, Fastest
 from fzero.comm.rendezvous import _apart
 from fzero.errors import VerifyError
 from fzero.ir.mesh import Mesh
@@ -92,18 +91,6 @@ def test_the_fastest_way_is_the_same_on_all_ranks():
     assert set(tables[0].values()) <= {"shared", "p2p", "gloo"}
     assert all(way != "gloo" for key, way in tables[0].items() if key.startswith("reduce"))
     assert all(same for _, same, _ in outcomes)
-
-
-def test_a_transfer_goes_the_way_of_the_nearest_size():
-    table = {(kind, size): f"{kind}{size}" for kind in WAYS for size in SIZES}
-    fastest = Fastest({}, table)
-    gather = make_op("all_gather", [Ref("a")], [Ref("b")])
-    for count, size in ((0, SIZES[0]), (SIZES[0] + 1, SIZES[0]), (SIZES[1] * 3, SIZES[1]), (1 << 30, SIZES[2])):
-        whole = torch.empty(count, dtype=torch.uint8, device="meta")
-        assert fastest.way(gather, [whole, whole]) == f"all_gather{size}"
-    bare = make_op("reduce_scatter", [Ref("a")], [Ref("b")])
-    assert fastest.way(bare, [whole, whole]) == "shared"
-    assert fastest.way(make_op("send", [Ref("a")]), [whole]) == "p2p"
 
 
 def finding(outcome):

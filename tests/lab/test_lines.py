@@ -12,12 +12,14 @@ SOURCE = '''"""A module."""
 from math import inf
 
 LIMIT: int = 3
+PAIR = 3, 4
 
 
 def pick(xs, least=0):
     """One or the other."""
     if not xs or LIMIT <= 2:
         raise ValueError(f"{len(xs) + 1} given")
+    log.info("so many", 3)
     xs.append(inf)
     return [x + 1 if x > least else True for x in zip(xs, xs, strict=True)]
 '''
@@ -25,13 +27,24 @@ def pick(xs, least=0):
 
 def test_lines_that_compute_are_broken_and_no_others() -> None:
     found = lines.broken_lines(SOURCE)
-    assert sorted(found) == [5, 8, 10, 12, 13]  # no docstring, import, annotation or text of an error
-    assert found[5] == ["LIMIT: int = 4\n"]
-    assert "    if not xs and LIMIT <= 2:\n" in found[10]
-    assert "    if xs or LIMIT <= 2:\n" in found[10]
-    assert "    if not xs or LIMIT < 2:\n" in found[10]
-    assert found[12] == ["    pass\n"]
-    assert not any("strict=False" in after for after in found[13])
+    assert sorted(found) == [6, 9, 11, 14, 15]  # no docstring, import, annotation, threshold, log or text of an error
+    assert found[6] == ["PAIR = 4, 4\n", "PAIR = 3, 5\n"]
+    assert "    if not xs and LIMIT <= 2:\n" in found[11]
+    assert "    if xs or LIMIT <= 2:\n" in found[11]
+    assert "    if not xs or LIMIT < 2:\n" in found[11]
+    assert found[14] == ["    pass\n"]
+    assert not any("strict=False" in after for after in found[15])
+
+
+def test_a_rooms_tests_come_in_the_order_in_which_they_concern_a_module() -> None:
+    files = [Path(name).name for name in lines.tests_of("plan", Path("fzero/plan/leaf_classes.py"))]
+    assert files[0] == "test_leaf_classes.py"
+    text = [(lines.ROOT / "tests" / "plan" / name).read_text() for name in files[1:]]
+    named = ["leaf_classes" in one for one in text]
+    assert named == sorted(named, reverse=True)
+    of_roles = lines.tests_of("passes", Path("fzero/passes/pipeline/assign_roles.py"))
+    assert of_roles[0] == "tests/passes/test_pipeline.py", "that of its folder"
+    assert sorted(files) == sorted(file.name for file in (lines.ROOT / "tests" / "plan").glob("test_*.py"))
 
 
 @pytest.mark.parametrize("room", lines.ROOMS)
@@ -65,6 +78,8 @@ def test_a_broken_line_is_caught_or_survives(
     ends = {line.number: lines.caught(line, "plan", tmp_path, 60.0) for line in lines.drawn("plan", 2, seed=0)}
     assert ends == {2: "failed", 6: "passed"}
     assert (tmp_path / "fzero/plan/small.py").read_text().startswith("def double")
+    endless = lines.BrokenLine(Path("fzero/plan/small.py"), 2, "", "    while True:\n        x + 1\n")
+    assert lines.caught(endless, "plan", tmp_path, 3.0) == "too slow"
     assert lines.main(["plan", "--count", "2"]) == 1
     assert "plan: 50% of 2 caught" in capsys.readouterr().out
     (tmp_path / "tests/plan/test_small.py").write_text("def test():\n    assert False\n")

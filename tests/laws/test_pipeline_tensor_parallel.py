@@ -103,8 +103,8 @@ def lower(mesh: dict[str, int], rules: dict[str, P], **given: Any) -> fzero.Lowe
 @pytest.mark.parametrize("wte", ACROSS, ids=str)
 @pytest.mark.sampled(1)
 def test_every_choice_of_a_blocks_rules(wte: P, head: P, whole: bool) -> None:
-    """Of 1,295, in make acceptance: what lowers on {"tp": 2}, and so verifies, does with two roles, in each precision by
-    turns. A loss scale multiplies the loss behind the last chunk's sums."""
+    """Of 1,295, in make acceptance: what lowers on {"tp": 2}, and so verifies, does with two roles, in each precision
+    by turns. A loss scale multiplies the loss behind the last chunk's sums."""
     every = [dict(zip(BLOCK, dims, strict=True)) for dims in itertools.product(*BLOCK.values())]
     every = [{"wte": wte, "head": head, **{f"blocks/*/{leaf}": dims for leaf, dims in one.items()}} for one in every]
     every = [rules for rules in every if any("tp" in dims for dims in rules.values())]
@@ -121,8 +121,8 @@ def test_every_choice_of_a_blocks_rules(wte: P, head: P, whole: bool) -> None:
 def test_a_scaled_loss_that_is_a_sum_over_ranks(sequence: str | None) -> None:
     """Of a vocabulary in parts, large enough that its logits stay so. It has the bits of tensor parallelism alone."""
     g = torch.Generator().manual_seed(0)
-    params = {"wte": torch.randn(256, 64, generator=g) / 9,
-              "blocks": [{name: torch.randn(64, 64, generator=g) / 9 for name in ("up", "down")} for _ in range(2)]}  # fmt: skip
+    blocks = [{name: torch.randn(64, 64, generator=g) / 9 for name in ("up", "down")} for _ in range(2)]
+    params = {"wte": torch.randn(256, 64, generator=g) / 9, "blocks": blocks}
 
     def loss(p: Any, batch: Any) -> Tensor:
         z = F.embedding(batch["x"], p["wte"])

@@ -1,4 +1,5 @@
-"""`Spec(loss_chunks=)`: the oracle is a loop over chunks in plain PyTorch, whose gradients autograd sums.
+"""chunk_loss and chunk_body, `Spec(loss_chunks=)`: the oracle is a loop over chunks in plain PyTorch, whose gradients
+autograd sums.
 
 A chunk that is taken twice, left out, shifted by a token or summed in another order is another result.
 """
@@ -155,6 +156,25 @@ def test_a_mean_of_16_bit_terms_is_summed_in_32() -> None:
     """Their sum would not fit: 48 terms of 4.5, in bf16, round to steps of 1."""
     whole, found = after(mean, None, precision="bf16"), after(mean, 4, precision="bf16")
     assert found.losses()[0] == pytest.approx(whole.losses()[0], rel=4e-3)
+
+
+def of_rows(p: Params, b: Any) -> Tensor:
+    """Features of a product of rows: the gradient of all chunks' features is one of rows again."""
+    rows = body(p, b["x"]).flatten(0, 1) @ p["w"]
+    return F.cross_entropy((rows @ p["head"].T).unflatten(0, b["x"].shape).mT, b["y"], reduction="sum")
+
+
+def of_rows_by_hand(p: Params, b: Any, chunks: int) -> Tensor:
+    parts = pieces(chunks, body(p, b["x"]) @ p["w"], b["y"])
+    totals = [F.cross_entropy((h @ p["head"].T).mT, y, reduction="sum") for h, y in parts]
+    return sum(totals[1:], totals[0])
+
+
+def test_features_that_are_rows_have_the_bits_of_the_loop() -> None:
+    found, (value, new) = after(of_rows, 5), expected(of_rows_by_hand, 5)
+    assert found.losses() == [float(value)]
+    for name, leaf in new.items():
+        assert torch.equal(found.final[f"params/{name}"], leaf), name
 
 
 def exact(p: Params, b: Any) -> fzero.Mean:

@@ -25,6 +25,49 @@ def typed(graph: fx.Graph, *shapes: tuple[int, ...]) -> None:
     fx_values.propagate(fx.GraphModule(torch.nn.Module(), graph), values)
 
 
+REDUCE = torch.ops.fzero.reduce.default
+
+
+def test_what_reads_a_sum_over_ranks_comes_after_it() -> None:
+    """x -> a sum over ranks, level 1 -> its reader -> another sum, level 2."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    before = graph.call_function(aten.mm.default, (x, x))
+    first = graph.call_function(REDUCE, (before, "mean", "dp"))
+    reader = graph.call_function(aten.mm.default, (first, x))
+    second = graph.call_function(REDUCE, (reader, "mean", "dp"))
+    last = graph.call_function(aten.mm.default, (second, x))
+    graph.output((last,))
+    typed(graph, (4, 4))
+    levels = build._levels(graph)
+    assert [levels[node] for node in (x, before, first, reader, second, last)] == [0, 0, 1, 1, 2, 2]
+    assert graph.find_nodes(op="output")[0] not in levels
+
+
+def test_elementwise_work_waits_for_its_first_user() -> None:
+    """But a scalar, which nobody minds keeping, and a product are computed as soon as they can be; so is what only the
+    step returns."""
+    graph = fx.Graph()
+    x, scalar = graph.placeholder("x"), graph.placeholder("scalar")
+    total = graph.call_function(REDUCE, (x, "mean", "dp"))
+    decayed = graph.call_function(aten.mul.Tensor, (x, 0.9))
+    sent = graph.call_function(aten.mul.Tensor, (x, 0.5))
+    count = graph.call_function(aten.add.Tensor, (scalar, 1))
+    product = graph.call_function(aten.mm.default, (x, x))
+    returned = graph.call_function(aten.neg.default, (x,))
+    later = graph.call_function(REDUCE, (sent, "mean", "dp"))
+    ema = graph.call_function(aten.add.Tensor, (decayed, total))
+    uses = [graph.call_function(aten.mm.default, (total, node)) for node in (product, sent)]
+    scaled = graph.call_function(aten.mul.Tensor, (total, count))
+    graph.output((ema, later, returned, scaled, *uses))
+    typed(graph, (4, 4), ())
+    levels = build._levels(graph)
+    assert levels[total] == levels[later] == 1
+    assert levels[decayed] == levels[ema] == 1
+    assert levels[sent] == 0, "a sum over ranks reads it, one level earlier than its own"
+    assert levels[count] == levels[product] == levels[returned] == 0
+
+
 def test_each_later_level_computes_a_short_chain_for_itself() -> None:
     """g / c is read at level 0, and after two sums, at levels 1 and 2: three quotients, each read at its own level."""
     graph = fx.Graph()

@@ -7,10 +7,14 @@ from typing import Any
 import cases
 import pytest
 import torch
+from coded_cases import GRIDS, rows, start
+from naive_steps import stepped
+from torch import Tensor
 
 import fzero
-from fzero import optim
+from fzero import optim, tree
 from fzero.ir.program import Program
+from fzero.kernels.codecs import CODECS, decode_sum, encode
 from fzero.passes.narrow import narrow
 from fzero.passes.shard_update import shard_update
 
@@ -112,3 +116,82 @@ def test_the_mean_is_divided_once_by_the_last_sum() -> None:
     program = cases.naive(4, zero=2, mesh=BOTH, microbatches=2, reduce="end")
     divisors = [op.divisor for op in program.ops if op.reduces and program.buffers[op.target].bucket == "layers.0"]
     assert divisors == [1, 8]
+
+
+# --- gradients in messages of blocks ----------------------------------------------------------------------------------
+
+
+def summed(parts: list[Tensor], n: int, divisor: int) -> list[Tensor]:
+    """By group of n ranks, the sum by messages of what they have, divided once."""
+    sums = []
+    for i in range(0, len(parts), n):
+        messages = torch.stack([encode(x.reshape(-1), CODECS["int8"]) for x in parts[i : i + n]])
+        total = decode_sum(messages, divisor, CODECS["int8"])
+        sums.append(total[: parts[0].numel()].view(parts[0].shape))
+    return sums
+
+
+def by_hand(sizes: list[int], k: int, each: bool) -> dict[str, Tensor]:
+    """One step of gradient descent whose matrices' gradients are messages, over the inner axis and then the outer one.
+    Over the inner axis they are of each microbatch, or of their sum."""
+    world, (paths, leaves, treedef) = torch.Size(sizes).numel(), tree.flatten(start())
+    found: list[list[list[Tensor]]] = []  # by microbatch, rank and leaf
+    for m in range(k):
+        own = []
+        for rank in range(world):
+            used = [x.clone().requires_grad_() for x in leaves]
+            value = cases.layers_loss(tree.unflatten(treedef, used), rows(rank).chunk(k)[m])
+            own.append(list(torch.autograd.grad(value, used)))
+        found.append(own)
+    if not each:
+        found = [[[sum(same[1:], same[0]) for same in zip(*own, strict=True)] for own in zip(*found, strict=True)]]
+    after = {}
+    for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        if leaf.ndim < 2:
+            total = sum(grads[rank][i] for grads in found for rank in range(world)) / (world * k)
+        else:
+            inner, *outer = sizes
+            divisors = [*(1 for _ in outer), world * k]
+            parts = [summed([grads[i] for grads in own], inner, divisors[0]) for own in found]
+            total = [sum(same[1:], same[0]) for same in zip(*parts, strict=True)]
+            for n, divisor in zip(outer, divisors[1:], strict=True):
+                total = summed(total, n, divisor)
+            (total,) = total
+        after[f"params/{path}"] = leaf - 0.5 * total
+    return after
+
+
+@pytest.mark.parametrize(
+    ("grid", "k", "reduce", "zero"),
+    [("2", 1, "end", 0), ("3", 2, "each", 3), ("2x2", 2, "end", 2), ("2x2", 2, "each", 0)],
+)
+def test_messages_of_gradients_are_added_in_rank_order(grid: str, k: int, reduce: str, zero: int) -> None:
+    spec = fzero.Spec(
+        loss=cases.layers_loss, optimizer=optim.sgd(0.5), mesh=GRIDS[grid], zero=zero, microbatches=k, reduce=reduce,
+        precision=fzero.Precision(reduce="int8"), bucket_bytes=1 << 12,
+    )  # fmt: skip
+    sizes = [n for _, n in reversed(GRIDS[grid].items())]
+    found = stepped(spec, start(), rows, world=torch.Size(sizes).numel())
+    for path, wanted in by_hand(sizes, k, reduce == "each").items():
+        torch.testing.assert_close(found.leaves[path], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_leaf_that_is_given_twice_gets_the_sum_of_its_gradients() -> None:
+    """And one that is used in two regions a gradient of each."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        w = state["params"]["w"]
+        one, grads = fzero.value_and_grad(lambda p, x: (x @ p["a"] * p["b"].sum()).mean())({"a": w, "b": w}, x)
+        two, more = fzero.value_and_grad(lambda p, x: (x @ p).square().mean())(w, x)
+        return {"params": {"w": w - grads["a"] - 2 * grads["b"] - 3 * more}}, {"one": one, "two": two}
+
+    params = {"params": {"w": torch.linspace(-1, 1, 8)}}
+    found = stepped(fzero.Spec(step=step, zero=2), params, rows, world=2)
+    w = params["params"]["w"]
+    a, b, c = (w.clone().requires_grad_() for _ in range(3))
+    x = torch.cat([rows(0), rows(1)])
+    one, two = (x @ a * b.sum()).mean(), (x @ c).square().mean()
+    of_a, of_b = torch.autograd.grad(one, (a, b))
+    (of_c,) = torch.autograd.grad(two, c)
+    torch.testing.assert_close(found.leaves["params/w"], w - of_a - 2 * of_b - 3 * of_c, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.metrics[1]["two"], two.detach())

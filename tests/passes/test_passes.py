@@ -1,101 +1,35 @@
-"""Each pass by its effect, as text a person can read (tests/golden/<pass>/), and by what it promises."""
+"""Passes by what they promise: the same meaning, bytes, an order. Their texts are in test_goldens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import cases
 import pytest
 import torch
+from passed import OFFLOADED, Stage, segment_texts, stages, upto
 
 import fzero
 from fzero.cost.memory import account
+from fzero.ir.code_ops import OPS
 from fzero.ir.decisions import RoleDecisions
 from fzero.ir.liveness import gathered_bytes, intervals
 from fzero.ir.program import Program, wire_bytes
 from fzero.passes import PASSES, Options, trail
 from fzero.passes.accumulate import accumulate as sums_in_segments
+from fzero.passes.cast_before_gather import _nbytes
 from fzero.passes.offload.schedule_updates import schedule_updates
 from fzero.verify import abstract
 from fzero.verify.rules import verify
-
-GOLDEN_CASES: dict[str, dict[str, Any]] = {
-    "zero3": {"zero": 3},
-    "zero1_clip": {"zero": 1, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)},
-    "zero1_accumulate": {"zero": 1, "microbatches": 2, "reduce": "end"},
-    "zero2_accumulate": {"zero": 2, "microbatches": 2, "reduce": "each"},
-    "zero3_remat": {"zero": 3, "remat": {"layers/**": "full"}},
-}
-OFFLOADED: dict[str, Any] = {
-    "zero": 3,
-    "optimizer": fzero.optim.adamw(1e-3),
-    "offload": {"opt_state/nu/**": "nvme", "**": "cpu"},
-    "nvme_path": "/nvme",
-}
-OFFLOADING = ("to_spaces", "schedule_updates", "offload_activations", "tile_updates", "place_moves")
-WAITING = {"zero": 3, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)}
-GOLDENS = [(name, case) for case in GOLDEN_CASES for name, _, _ in (("lower", 0, 0), *PASSES)]
-GOLDENS = [(name, case) for name, case in GOLDENS if name not in (*OFFLOADING, "offload_gradients")]
-GOLDENS += [("offload_gradients", "zero3_clip")]
-GOLDENS += [(name, f"zero3_offload_{where}") for where in ("device", "cpu") for name in OFFLOADING]
-
-
-class Stage(NamedTuple):
-    """A program as a pass left it, and its text and its segments' from before any later pass ran."""
-
-    program: Program
-    text: str
-    segments: dict[str, str]
-
-
-def segment_texts(program: Program) -> dict[str, str]:
-    return {key: str(gm.graph) for key, gm in program.segments.items()}
-
-
-def stages(program: Program, options: Options) -> dict[str, Stage]:
-    """The program before any pass ("lower") and after each."""
-    found = {"lower": Stage(program, str(program), segment_texts(program))}
-    for name, run, _ in PASSES:
-        program = run(program, options)
-        found[name] = Stage(program, str(program), segment_texts(program))
-    return found
-
-
-@cache
-def golden_stages(case: str) -> dict[str, Stage]:
-    if case in GOLDEN_CASES:
-        return stages(
-            cases.naive(**GOLDEN_CASES[case]), Options(remat=cases.spec(**GOLDEN_CASES[case]).memory.remat_rules)
-        )
-    if case == "zero3_clip":
-        return stages(cases.naive(2, cases.layers(depth=4), **WAITING), Options(gradients={"**": "disk"}))
-    place = "cpu" if case.endswith("cpu") else "device"
-    options = Options(remat={"first": "offload"}, decided=RoleDecisions().but(update_on=place, tile_bytes=2048 * 4))
-    return stages(cases.naive(**OFFLOADED), options)
 
 
 @cache
 def pure_stages(zero: int) -> dict[str, Stage]:
     return stages(cases.naive(zero=zero, microbatches=2, clip_norm=1.0), Options())
-
-
-def upto(name: str, program: Program, options: Options | None = None) -> Program:
-    """The program after all passes up to and with `name`."""
-    options = options or Options()
-    for each, run, _ in PASSES:
-        program = run(program, options)
-        if each == name:
-            break
-    return program
-
-
-@pytest.mark.parametrize(("name", "case"), GOLDENS)
-def test_golden(name: str, case: str, golden: Callable[[str, str], None]) -> None:
-    golden(f"{name}/{case}", golden_stages(case)[name].text)
 
 
 def test_one_leafs_gradient_lives_beside_the_sum_over_microbatches() -> None:
@@ -130,16 +64,6 @@ def test_a_sum_that_is_read_on_the_way_stays_a_sum() -> None:
     read = replace(program, ops=(*program.ops[: first + 1], peek, *program.ops[first + 1 :]))
     kept = [op.why for op in sums_in_segments(read).ops if op.is_flat and op.why.startswith("add ")]
     assert kept == ["add gradients of layers.0"]
-
-
-def test_golden_cast_before_gather(golden: Callable[[str, str], None]) -> None:
-    program = cases.naive(loss=cases.bf16_loss, zero=3)
-    golden("cast_before_gather/bf16", str(upto("cast_before_gather", program)))
-
-
-def test_golden_narrow_of_a_narrow_wire(golden: Callable[[str, str], None]) -> None:
-    how = fzero.Precision(compute="bf16", reduce="bf16")
-    golden("narrow/zero3_wire", str(upto("narrow", cases.naive(zero=3, microbatches=2, reduce="each", precision=how))))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -266,6 +190,12 @@ def test_bytes_to_which_gathers_start_early_are_never_too_few() -> None:
     )
     with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
         cases.lowered(params=params, prefetch_bytes=1, gather_bytes=least - 1)
+
+
+def test_of_two_forms_of_a_leaf_the_one_of_fewer_bytes_is_gathered() -> None:
+    """An element of a block of 64 in 8 bits takes one byte, and a 16th for the block's number."""
+    assert [_nbytes(form) for form in (torch.float32, torch.bfloat16)] == [4, 2]
+    assert _nbytes(OPS["int8"]) == Fraction(17, 16) < _nbytes(torch.bfloat16)
 
 
 def test_casts_before_the_gather_halve_what_is_gathered() -> None:

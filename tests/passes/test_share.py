@@ -16,6 +16,7 @@ from fzero._torch_compat import FakeTensorMode
 from fzero.cost.memory import account
 from fzero.ir import segments
 from fzero.ir.program import Program
+from fzero.ir.recorder import record
 from fzero.passes.share import _shared
 
 WORLD, DEPTH, ROWS, LENGTH, HEADS, WIDTH = 2, 4, 2, 64, 2, 16
@@ -35,6 +36,24 @@ def test_a_node_without_a_value_is_passed_over() -> None:
     graph.output([y])
     gm = segments.module(graph)
     assert _shared(gm, (None,), {}) is gm
+
+
+@pytest.mark.parametrize(("of_leaf", "casts"), [(False, 1), (True, 2)])
+def test_equal_casts_of_a_value_are_one_but_not_those_of_a_leaf(of_leaf: bool, casts: int) -> None:
+    """A leaf is cast where it is used, or gathered as its cast."""
+
+    def fn(w: Tensor, x: Tensor) -> list[Tensor]:
+        value = w if of_leaf else w * x
+        return [value.to(torch.bfloat16).sin(), value.to(torch.bfloat16).cos(), value.to(torch.float64).cos()]
+
+    with FakeTensorMode():
+        gm = record(fn, [torch.empty(2, 2), torch.empty(2, 2)])
+    made = _shared(gm, ("layers.0", None), {})
+    found = [node for node in made.graph.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert len(found) == casts + 1
+    assert (made is gm) == of_leaf
+    w, x = torch.randn(2, 2), torch.randn(2, 2)
+    assert all(torch.equal(a, b) for a, b in zip(made(w, x), fn(w, x), strict=True))
 
 
 def params(key: Tensor) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from toy_hardware import TOY
 
 import fzero
 from fzero import cli, optim
 from fzero.errors import SpecError
-from fzero.hardware import Device, Hardware, Host, NetworkLevel
 from fzero.ir.mesh import Mesh
 from fzero.plan.layout import BUCKET_BYTES
 from fzero.planner import NothingFitsError, candidates, choose, search
@@ -26,17 +26,6 @@ from fzero.planner.candidates import Candidate
 from fzero.planner.problem import problem_of
 from fzero.planner.programs import by_rates
 from fzero.planner.tensor_rules import tensor_rules
-
-# small enough that layers of a few hundred columns fill it, with a network that one notices
-TOY = Hardware(
-    name="toy",
-    device=Device(memory_gib=0.01, memory_bytes=1e10, flops={"fp32": 1e11}, launch_us=1),
-    levels=(
-        NetworkLevel(name="node", size=4, bytes=2e9, latency_us=5),
-        NetworkLevel(name="net", size=64, bytes=2e8, latency_us=20),
-    ),
-    host=Host(memory_gib=1, to_device_bytes=1e9, from_device_bytes=1e9, adam_bytes=1e10),
-)
 
 
 def layers(n: int, width: int) -> Any:

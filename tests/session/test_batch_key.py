@@ -39,6 +39,9 @@ def test_what_changed_alone_is_told() -> None:
     assert (path, before.text, now.text) == ("n", "int 1", "int 2")
     assert list(batch_key.changed(first, [first])) == []
     assert list(batch_key.changed(other, [first])) == [], "the tensors differ too"
+    assert list(batch_key.changed(key((X, 2)), [key([X, 1])])) == [], "the structure differs too"
+    low, high = (batch_key.key_of({"n": n}, CPU, phase) for n, phase in ((1, "low"), (2, "high")))
+    assert list(batch_key.changed(high, [low])) == [], "the phase differs too"
 
 
 def test_a_string_that_changes_is_refused() -> None:
@@ -70,6 +73,61 @@ def test_the_difference_of_two_batches_in_words() -> None:
     assert " is gone" in said
     assert said.count(";") == 2, said
     assert batch_key.difference(key([X]), key((X,))) == "the batch has another structure"
+
+
+def test_the_difference_names_values_settings_and_phases() -> None:
+    assert batch_key.difference(key({"t": torch.float32}), key({"t": torch.int64})) == (
+        "batch['t'] was dtype torch.float32, is dtype torch.int64"
+    )
+    assert batch_key.difference(key({"n": 1, "s": "a"}), key({"n": 2, "s": "a"})) == "batch['n'] was int 1, is int 2"
+    phases = [batch_key.key_of({"x": X}, CPU, phase) for phase in ("low", "high")]
+    assert batch_key.difference(*phases) == "phase 'low' became phase 'high'"
+    torch.use_deterministic_algorithms(True)
+    try:
+        other = key({"x": X})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert other != key({"x": X})
+    assert " became " in batch_key.difference(key({"x": X}), other)
+
+
+def test_numbers_of_numpy_are_those_of_python() -> None:
+    made = batch_key.with_tensors({"n": np.int32(3), "f": np.float32(0.5)}, {"n", "f"}, CPU)
+    assert (made["n"].dtype, made["f"].dtype) == (torch.int64, torch.get_default_dtype())
+    assert batch_key.has_plain({"x": X, "n": b"text"})
+    assert not batch_key.has_plain({"x": X, "z": 1j, "none": None})
+    changes = list(batch_key.changed(key({"z": 1j}), [key({"z": 2j})]))
+    assert changes == [], "a complex number decides the program"
+
+
+def test_of_several_known_batches_the_one_that_differs_in_numbers_alone_tells() -> None:
+    known = [key({"x": X.double(), "n": 1}), key({"x": X, "n": 1, "m": 5})]
+    found = list(batch_key.changed(key({"x": X, "n": 2, "m": 5}), known))
+    assert [(path, before.text, now.text) for path, before, now in found] == [("n", "int 1", "int 2")]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "end"),
+    [
+        (np.ones(3), r"is ndarray: needed a tensor or a hashable value. Give torch.from_numpy\(x\)"),
+        (bytearray(b"x"), "is bytearray: needed a tensor or a hashable value$"),
+    ],
+)
+def test_what_cannot_be_hashed_is_refused_with_what_makes_tensors_of_it(leaf: Any, end: str) -> None:
+    with pytest.raises(fzero.TreeError, match=rf"batch\['leaf'\] {end}"):
+        key({"leaf": leaf})
+
+
+@dataclass
+class Fields:
+    """A dataclass that can change."""
+
+    x: Any
+
+
+def test_a_dataclass_that_can_change_is_refused() -> None:
+    with pytest.raises(fzero.TreeError, match=r"is Fields: needed a tensor .* Give vars"):
+        key({"leaf": Fields(X)})
 
 
 class Counted:

@@ -1,4 +1,7 @@
-"""What a run keeps of its programs has a bound, and a program that was dropped is made again."""
+"""session: the programs of a run, what is said of them, and the loop that runs one on the memory that they share.
+
+What a run keeps of its programs has a bound, and a program that was dropped is made again.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +21,9 @@ from helpers import free_port
 
 import fzero
 from fzero._torch_compat import FakeTensorMode, forget_fakes
+from fzero.errors import CaptureError, DonatedError, VerifyError
+from fzero.ir.records import DISK, Buffer
+from fzero.phases import Phases
 from fzero.session import session
 
 
@@ -25,6 +33,251 @@ def loss(p: Any, batch: torch.Tensor) -> torch.Tensor:
 
 def out(p: Any, batch: torch.Tensor) -> Any:
     return {"out": loss(p, batch)}
+
+
+def params() -> dict[str, torch.Tensor]:
+    return {"w": torch.full((4, 4), 0.5), "v": torch.full((4, 2), 0.25)}
+
+
+def first(**options: Any) -> tuple[fzero.State, Any]:
+    """(a first state, its session)."""
+    given: dict[str, Any] = {"loss": loss, "optimizer": fzero.optim.sgd(1e-2), **options}
+    state = fzero.init(params(), fzero.Spec(**given))
+    return state, state.runtime
+
+
+# --- the program of a batch -------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_a_known_kind_has_its_program_and_another_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, runtime = first()
+    with caplog.at_level(logging.WARNING, "fzero"):
+        one = runtime.compiled(torch.ones(2, 4))
+        assert runtime.compiled(torch.zeros(2, 4)) is one
+        assert caplog.text == "", "the first program is no surprise"
+        other = runtime.compiled(torch.ones(3, 4))
+    assert other is not one
+    assert "a new program is traced: batch was f32[2, 4], is f32[3, 4]" in caplog.text.replace("float32", "f32")
+    assert [*runtime.programs.values()] == [one, other]
+    caplog.clear()
+    assert runtime.compiled(torch.ones(2, 4)) is one
+    assert caplog.text == ""
+    assert [*runtime.programs.values()] == [other, one], "the last used is at the end"
+
+
+def test_an_evaluation_has_programs_of_its_own() -> None:
+    _, runtime = first()
+    given = {"batch": torch.ones(2, 4), "key": None}
+    one = runtime.compiled(given, out)
+    assert runtime.compiled(given, out) is one
+    assert runtime.compiled({**given, "key": fzero.random.key(0)}, out) is not one
+    assert runtime.compiled(given, lambda p, b: out(p, b)) is not one
+    assert not runtime.programs
+    assert len(runtime.evaluations) == 3
+
+
+def test_programs_of_all_phases_are_made_at_once() -> None:
+    """The one of this step is made last, and is the one that is used last."""
+    rates = {name: fzero.optim.sgd(rate) for name, rate in (("low", 0.1), ("high", 0.2))}
+    _, runtime = first(optimizer=Phases(lambda step: "high" if step == 1 else "low", rates))
+    assert [runtime.phase(step) for step in range(3)] == ["low", "high", "low"]
+    lowered = runtime.compiled(torch.ones(2, 4), step=1)
+    assert [key[-1] for key in runtime.programs] == ["phase 'low'", "phase 'high'"]
+    assert lowered is [*runtime.programs.values()][1]
+    assert runtime.compiled(torch.ones(2, 4)) is [*runtime.programs.values()][1]
+    assert len(runtime.programs) == 2
+    assert first()[1].phase(7) == ""
+
+
+def test_a_number_that_changes_is_a_tensor_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    def by(p: Any, batch: Any) -> torch.Tensor:
+        return loss(p, batch["x"]) * batch["n"]
+
+    state, runtime = first(loss=by)
+    x = torch.ones(2, 4)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        for n in (2.0, 3.0, 4.0):
+            state = fzero.step(state, {"x": x, "n": n})
+    assert caplog.text.count("a Python number that changes is a 0-d tensor") == 1
+    assert "batch['n'] was float 2.0, is float 3.0" in caplog.text
+    assert "a new program is traced" not in caplog.text, "it has been said"
+    assert len(runtime.programs) == 2
+    assert runtime.inputs == {None: frozenset({"n"})}
+    settled = runtime.settled({"x": x, "n": 5.0})
+    assert (float(settled["n"]), settled["x"]) == (5.0, x)
+    plain = runtime.settled({"x": x, "n": 5.0}, out)
+    assert plain["n"] == 5.0, "an evaluation has numbers of its own"
+    assert not isinstance(plain["n"], torch.Tensor)
+    only_tensors = {"x": x}
+    assert runtime.settled(only_tensors) is only_tensors
+
+
+def test_a_string_that_changes_is_refused() -> None:
+    def named(p: Any, batch: Any) -> torch.Tensor:
+        return loss(p, batch["x"])
+
+    state, runtime = first(loss=named)
+    state = fzero.step(state, {"x": torch.ones(2, 4), "task": "a"})
+    with pytest.raises(fzero.TreeError, match=r"batch\['task'\] was str 'a', is str 'b'"):
+        runtime.settled({"x": torch.ones(2, 4), "task": "b"})
+
+
+def test_an_error_of_a_trace_names_the_numbers_that_are_tensors() -> None:
+    def chosen(p: Any, batch: Any) -> torch.Tensor:
+        return loss(p, batch["x"]) * (2.0 if batch["n"] > 1 else 1.0)
+
+    state, _ = first(loss=chosen)
+    state = fzero.step(state, {"x": torch.ones(2, 4), "n": 1})
+    with pytest.raises(CaptureError, match=r"batch\['n'\]: a Python number that changed.*fzero.static\(x\)"):
+        fzero.step(state, {"x": torch.ones(2, 4), "n": 2})
+    with pytest.raises(ZeroDivisionError), session._numbers_named(frozenset("n")):
+        raise ZeroDivisionError
+    with pytest.raises(ValueError, match=r"^of its own$"), session._numbers_named(frozenset()):
+        raise ValueError("of its own")
+
+
+# --- running it -------------------------------------------------------------------------------------------------------
+
+
+def test_programs_share_an_arena_as_large_as_the_largest_needs() -> None:
+    _, runtime = first()
+    small, large = (runtime.compiled(torch.ones(rows, 4)) for rows in (1, 64))
+    sizes = [lowered.on(0).arena_bytes for lowered in (small, large)]
+    assert sizes[0] < sizes[1]
+    before = runtime.bind(small)
+    assert runtime.arena.numel() == sizes[1], "it has room for all that are known"
+    assert runtime.bind(small) is before
+    larger = runtime.compiled(torch.ones(128, 4))
+    runtime.bind(larger)
+    assert runtime.arena.numel() == larger.on(0).arena_bytes > sizes[1]
+    assert [*runtime.bound] == [id(larger)], "the others hold the old arena"
+    assert runtime.bind(small).arena is runtime.arena
+    runtime.bind(larger)
+    assert len(runtime.bound) == 2
+
+
+def test_the_file_has_room_for_what_the_largest_program_keeps_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runtime = first()
+    lowered, grown = runtime.compiled(torch.ones(2, 4)), []
+    kept = Buffer("kept", torch.uint8, (1 << 20,), "grad", space=DISK, at=4096)
+    program = replace(lowered.program, buffers={**lowered.program.buffers, "kept": kept})
+    runtime.programs["another phase"] = replace(lowered, programs={0: program})
+    monkeypatch.setattr(runtime.memory, "file", SimpleNamespace(grow=grown.append))
+    runtime.bind(lowered)
+    assert grown == [4096 + (1 << 20)]
+
+
+def test_the_session_shows_the_state_by_its_shapes() -> None:
+    _, runtime = first()
+    like = runtime.like["params"]
+    assert {name: (x.shape, x.device.type) for name, x in like.items()} == {
+        name: (x.shape, "meta") for name, x in params().items()
+    }
+    assert runtime.sent_bytes == {}
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), VerifyError("broken")])
+def test_an_error_in_a_new_programs_memory_is_told_and_leaves_nothing(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank: the program is new again to all of them."""
+    _, runtime = first()
+    told: list[Any] = []
+
+    def agree(rank: int, size: int, call: str, digest: str, group: Any, failure: Any = None) -> int:
+        told.append((call, digest, failure))
+        if failure is not None:
+            raise failure
+        return 0
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise error
+
+    lowered = runtime.compiled(torch.ones(2, 4))
+    monkeypatch.setattr(session, "agree", agree)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "Executor", failing)
+        with pytest.raises(type(error), match=str(error)):
+            runtime.ready(lowered)
+    ((call, digest, failure),) = told
+    assert (call, digest) == ("a new program's memory", lowered.program_digest)
+    assert isinstance(failure, type(error))
+    assert not runtime.compiled_segments
+    runtime.ready(lowered)
+    runtime.ready(lowered)
+    assert [failure for *_, failure in told[1:]] == [None], "a known program is not agreed on again"
+
+
+def test_a_step_that_fails_before_its_first_write_leaves_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, runtime = first()
+    lowered = runtime.compiled(torch.ones(2, 4))
+    ops = len(lowered.program.ops)
+    writes = runtime.ready(lowered).first_write
+    assert 0 < writes < ops - 1
+
+    def failing_at(place: int) -> Any:
+        def watch(number: int) -> None:
+            if number == place:
+                raise ValueError("a fault\nof two lines")
+
+        return watch
+
+    with pytest.raises(ValueError, match="a fault"):
+        session.execute(state, lowered, torch.ones(2, 4), failing_at(-1))
+    assert state.life.ended == ""
+    assert torch.equal(state.params["w"].full(), params()["w"])
+    with pytest.raises(ValueError, match="a fault"):
+        session.execute(state, lowered, torch.ones(2, 4), failing_at(ops - 1))
+    assert state.life.ended == (
+        "is unusable: step 1 failed after it began to write (ValueError: a fault). Start again from fzero.init or the "
+        "last checkpoint"
+    )
+    with pytest.raises(DonatedError, match="is unusable"):
+        state.params["w"].full()
+
+
+def test_flags_of_all_ranks_go_with_every_step() -> None:
+    state, runtime = first()
+    state = fzero.step(state, torch.ones(2, 4))
+    assert runtime.any_rank_flags == 0
+    runtime.flags = lambda: 6
+    fzero.step(state, torch.ones(2, 4))
+    assert runtime.any_rank_flags == 6
+
+
+def test_a_step_may_have_written_from_its_first_op_on() -> None:
+    """What Ctrl-C asks (`interrupts`)."""
+    state, runtime = first()
+    lowered, seen = runtime.compiled(torch.ones(2, 4)), []
+    assert not state.life.steps
+    session.execute(state, lowered, torch.ones(2, 4), lambda number: seen.append(state.life.steps))
+    assert {*seen} == {True}
+
+
+def test_ranks_ask_for_the_same_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, runtime = first()
+    told: list[Any] = []
+    monkeypatch.setattr(session, "agree", lambda rank, size, *given: told.append(given) or 0)
+    leaves = [state.params["w"], state.params["v"]]
+    both = runtime.whole(leaves)
+    assert all(torch.equal(x, params()[name]) for x, name in zip(both, "wv", strict=True))
+    for asked in (leaves[:1], leaves[1:], leaves[::-1]):
+        runtime.whole(asked)
+    runtime.whole(leaves[:1], joined=False)
+    assert [call for call, *_ in told] == [
+        "the whole of 'params/w' and 1 more leaves", "the whole of 'params/w'", "the whole of 'params/v'",
+        "the whole of 'params/v' and 1 more leaves", "the part by dims of 'params/w'",
+    ]  # fmt: skip
+    digests = [digest for _, digest, *_ in told]
+    assert len({*digests[:4]}) == 4
+    state.life.ended = "was donated"
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "agree", lambda *given: (_ for _ in ()).throw(given[-1]))
+        with pytest.raises(DonatedError, match="was donated"):
+            runtime.whole(leaves)
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

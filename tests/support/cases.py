@@ -212,3 +212,12 @@ def turned(layers: int, contiguous: bool = False) -> tuple[Any, Any]:
 def turned_rows(rank: int, step: int) -> torch.Tensor:
     """A batch of `turned`."""
     return torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(rank + 10 * step))
+
+
+GOLDEN_CASES: dict[str, dict[str, Any]] = {
+    "zero3": {"zero": 3},
+    "zero1_clip": {"zero": 1, "clip_norm": 1.0, "optimizer": fzero.optim.adamw(1e-3)},
+    "zero1_accumulate": {"zero": 1, "microbatches": 2, "reduce": "end"},
+    "zero2_accumulate": {"zero": 2, "microbatches": 2, "reduce": "each"},
+    "zero3_remat": {"zero": 3, "remat": {"layers/**": "full"}},
+}

@@ -1,0 +1,159 @@
+"""selftest: two ranks try a transport; a wrong sum is seen, and a rank that fails is named. Ranks are played."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fzero.comm import selftest
+from fzero.comm.group import Line
+from fzero.comm.selftest import LoopbackError, TransportResult
+from fzero.ir.mesh import Mesh
+
+NUMBERS = 2048 // 4 // 2  # of one rank's part
+
+
+def memory(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds, which only transfers spend."""
+    now = [0.0]
+    monkeypatch.setattr(selftest, "BUFFER_BYTES", 2048)
+    monkeypatch.setattr(selftest.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(selftest, "dist", SimpleNamespace(barrier=lambda: None, destroy_process_group=lambda: None))
+    return now
+
+
+class Comm:
+    """This rank's end of a transport; the other rank has numbers of the seed 1. wrong: what it adds to sums."""
+
+    def __init__(self, clock: list[float], wrong: float = 0.0, seconds: tuple[float, ...] = (2.0, 1.0)) -> None:
+        self.clock, self.wrong, self.seconds, self.calls = clock, wrong, iter(seconds * 9), list[str]()
+
+    def start(self, name: str, op: Any, tensors: list[torch.Tensor]) -> None:
+        other = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
+        if op.kind == "all_gather":
+            own, whole = tensors
+            whole.copy_(torch.cat([own, other]))
+        else:
+            whole, total, scratch = tensors
+            assert (op.reduction, scratch.shape) == ("sum", (1, NUMBERS))
+            total.copy_(whole[:NUMBERS] + whole[:NUMBERS] + self.wrong)
+        self.clock[0] += next(self.seconds)
+        self.calls.append("start")
+
+    def wait(self, name: str) -> None:
+        self.calls.append("wait")
+
+    def settle(self, name: str) -> None:
+        self.calls.append("settle")
+
+
+def test_the_best_time_counts_and_the_sum_must_be_right(clock: list[float]) -> None:
+    comm = Comm(clock, seconds=(2.0, 8.0, 1.0, 4.0, 3.0, 9.0))
+    found = selftest.tried(comm, memory, 0, 2)
+    assert found.right
+    assert found.mb_per_s == {"all-gather": 1024 / (1 << 20) / 1.0, "reduce-scatter": 1024 / (1 << 20) / 4.0}
+    assert comm.calls == ["start", "wait", "settle"] * 2 * selftest.TIMES
+    assert not selftest.tried(Comm(clock, wrong=1e-3), memory, 0, 2).right
+    assert not selftest.tried(Comm(clock), memory, 1, 2).right, "these are not the numbers of the other rank"
+
+
+def test_the_axes_of_a_mesh_by_their_slowest_rank(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, told = Mesh((("dp_out", 2), ("dp", 2))), list[float]()
+
+    def lines(*given: Any) -> dict[str, Line]:
+        return {axis: Line(0, (0, 1)) for axis in ("dp_out", "dp", "dp_out.dp")}
+
+    def tell(note: bytes, world: int, group: Any) -> list[bytes]:
+        told.append(float(note))
+        return [note, b"1e-9", b"5"]
+
+    class Timed:
+        def __init__(self, line: Line) -> None:
+            self.left = [3.0, 1.0, 2.0, 5.0, 4.0]
+
+        def start(self, name: str, op: Any, tensors: list[torch.Tensor]) -> None:
+            clock[0] += self.left.pop()
+            assert tensors[0].numel() * 2 == tensors[1].numel() == 2048
+
+        def wait(self, name: str) -> None:
+            pass
+
+    monkeypatch.setattr(selftest, "open_world", lambda *given: (0, 4))
+    monkeypatch.setattr(selftest, "lines", lines)
+    monkeypatch.setattr(selftest, "tell", tell)
+    monkeypatch.setattr(selftest, "P2P", Timed)
+    assert selftest.along_axes(mesh) == {"dp_out": 1e-9, "dp": 1e-9}
+    assert told == [1024 / 1.0 / 1e9] * 2
+
+
+# --- the two processes ------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """A rank's process. `out`: what it prints; None: it does not end."""
+
+    made: ClassVar[list[Process]] = []
+    outs: ClassVar[list[bytes | None]] = []
+    code = 0
+
+    def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+        self.env, self.number, self.killed = env, len(Process.made), False
+        self.returncode = Process.code if self.number == 1 else 0
+        Process.made.append(self)
+
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+        assert 0 < timeout <= selftest.SECONDS
+        out = Process.outs[self.number]
+        if out is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+        return out, b"Traceback\nValueError: no port\n"
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self) -> None:
+        assert self.killed
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> type[Process]:
+    monkeypatch.setattr(Process, "made", [])
+    monkeypatch.setattr(selftest.subprocess, "Popen", Process)
+    return Process
+
+
+def test_the_first_rank_tells_the_results(processes: type[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    result = TransportResult(True, {"all-gather": 2.0})
+    monkeypatch.setattr(processes, "outs", [b"a warning\n" + json.dumps({"p2p": vars(result)}).encode(), b""])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert selftest.run() == {"p2p": result}
+    assert [process.env["RANK"] for process in processes.made] == ["0", "1"]
+    for process in processes.made:
+        assert (process.env["WORLD_SIZE"], process.env["LOCAL_RANK"]) == ("2", process.env["RANK"])
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in process.env
+        assert process.killed
+    assert len({process.env["MASTER_PORT"] for process in processes.made}) == 1
+
+
+def test_a_rank_that_fails_or_does_not_end_is_an_error(
+    processes: type[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "outs", [b"{}", b""])
+    monkeypatch.setattr(processes, "code", 1)
+    with pytest.raises(LoopbackError, match="rank 1: ValueError: no port"):
+        selftest.run()
+    monkeypatch.setattr(processes, "made", [])
+    monkeypatch.setattr(processes, "outs", [b"{}", None])
+    with pytest.raises(LoopbackError, match="two ranks did not end within 60 s"):
+        selftest.run()
+    assert all(process.killed for process in processes.made)
