@@ -20,6 +20,7 @@ from fzero import backend
 from fzero.cost.rates import Rates
 from fzero.ir import fx_nodes
 from fzero.ir.code_ops import CODES, ENCODES, OPS
+from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op
 from fzero.ir.program import Program, named_bytes, wire_bytes
 from fzero.kernels.codecs import CODECS, decode_blocks, encode, message_bytes
@@ -45,6 +46,8 @@ class CodecAccount:
 
     def __str__(self) -> str:
         times = (self.sent + self.saved) / max(self.sent, 1)
+        if self.saved <= 0:
+            return f"{-self.saved:,} bytes a step and rank more: messages do not pay here. Leave the codec out"
         text = f"{self.saved:,} bytes a step and rank less ({times:.1f} times)"
         if self.seconds is None or self.pays_below is None:
             return f"{text}; what encoding costs was not measured: the device is not here"
@@ -159,7 +162,13 @@ def _untaken(program: Program, rates: Rates) -> tuple[float, float]:
         whole = kind.whole_bytes(source.nbytes, target.nbytes)
         elements = whole // source.dtype.itemsize
         less = message_bytes(elements, CODECS[SUGGESTED])
-        seconds = rates.transfer(op.kind, whole, op.axis, n) - rates.transfer(op.kind, less, op.axis, n)
-        saved += max(seconds, 0.0) / (2 if kind.scattered else 1)  # of an all-reduce the first half is coded
-        cost += elements * (encoding / (n if op.gathers else 1) + decoding)
-    return saved, cost
+        if op.axis in parts_of(program.buckets[source.bucket].axis):
+            seconds = rates.transfer(op.kind, whole, op.axis, n) - rates.transfer(op.kind, less, op.axis, n)
+            seconds /= 2 if kind.scattered else 1  # of an all-reduce the first half is coded
+            decoded = elements
+        else:  # every rank would get all of each message
+            seconds = rates.transfer(op.kind, whole, op.axis, n) - rates.transfer("all_gather_values", less, op.axis, n)
+            decoded = elements * n
+        saved += seconds
+        cost += elements * (encoding / (n if op.gathers else 1)) + decoded * decoding
+    return max(saved, 0.0), cost

@@ -243,7 +243,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
     """The level of every node: that of its latest operand, plus one for a region or a reduction.
 
     Elementwise work waits for its first user. So `0.9 * ema` runs beside the `+ 0.1 * params` that uses it, where both
-    are slices. Before the loss it would be a whole tensor to keep.
+    are slices. Before the loss it would be a whole tensor to keep. The results of one op wait together.
     """
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -252,10 +252,11 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
         ready = max((levels[a] for a in node.all_input_nodes), default=0)
         levels[node] = ready + (node.op == "call_function" and node.target in LATER)
     for node in reversed(graph.nodes):
-        picks = node.target is operator.getitem and fx_nodes.is_pointwise(fx_nodes.operand(node))
-        if (picks or fx_nodes.is_pointwise(node)) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
-            needed = [levels[u] - (u.target in LATER) for u in node.users if u.op != "output"]
-            levels[node] = max(levels[node], min(needed, default=0))
+        if fx_nodes.is_pointwise(node) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
+            picks = [user for user in node.users if user.target is operator.getitem]
+            users = (u for result in picks or [node] for u in result.users if u.op != "output")
+            levels[node] = max(levels[node], min((levels[u] - (u.target in LATER) for u in users), default=0))
+            levels.update(dict.fromkeys(picks, levels[node]))
     return levels
 
 

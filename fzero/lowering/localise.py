@@ -232,10 +232,13 @@ def _check_moves(outer: Sharded, plan: Plan, axis: str, holders: list[fx.Node], 
         leaf = end_of.get(move.value)
         if move.nbytes and move.reader == OUTPUT and leaf is not None and isinstance(move.source, Shard):
             dims = ", ".join([*["None"] * move.source.dim, f"{axis!r}"])
+            cut = f"Cut it as well: shard={{{leaf.path!r}: P({dims})}}; or keep"
+            if not plan.buffers[leaf.buffer].dtype.is_floating_point:
+                cut = "No rule cuts a leaf of integers: give it as floating numbers and cut it as well, or keep"
             raise SpecError(
                 f"the new value of {leaf.path} {list(leaf.shape)} lies in parts along dim {move.source.dim}, as leaves "
-                f"that it is computed from, but every rank of {axis!r} is to hold all of it. Cut it as well: "
-                f"shard={{{leaf.path!r}: P({dims})}}; or keep those leaves whole: P() before the rule that matches them"
+                f"that it is computed from, but every rank of {axis!r} is to hold all of it. {cut} those leaves whole: "
+                "P() before the rule that matches them"
             )
         if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
             what = name_of.get(move.value, move.value)

@@ -148,8 +148,9 @@ def sent_in_another_way(rng: random.Random, p: Program) -> Program | None:
     index = _transfer(rng, p)
     if index is None:
         return None
-    kinds = [kind for kind in ("all_gather", "all_gather_values", "all_to_all", "reduce_scatter") if kind != p.ops[index].kind]
-    return put(p, index, replace(p.ops[index], kind=rng.choice(kinds)))
+    kinds = ("all_gather", "all_gather_values", "all_to_all", "reduce_scatter")
+    others = [kind for kind in kinds if kind != p.ops[index].kind]
+    return put(p, index, replace(p.ops[index], kind=rng.choice(others)))
 
 
 def read_before_it_came(rng: random.Random, p: Program) -> Program | None:

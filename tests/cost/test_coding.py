@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import cases
 import pytest
 
@@ -9,6 +11,8 @@ import fzero
 from fzero import Precision, optim
 from fzero.cost import coding
 from fzero.cost.rates import Rates
+from fzero.ir.op import Op
+from fzero.ir.program import Program
 
 WIDTH, ROWS = 64, 4
 INT8 = Precision(gather="int8", reduce="int8")
@@ -21,8 +25,10 @@ def a_nanosecond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coding, "nanoseconds", lambda codec: (1.0, 2.0))
 
 
-def lowered(policy: Precision | str, zero: int = 2, world: int = 4) -> fzero.Lowered:
-    spec = fzero.Spec(loss=cases.layers_loss, optimizer=optim.sgd(0.1), precision=policy, zero=zero)
+def lowered(
+    policy: Precision | str, zero: int | str = 2, world: int = 4, mesh: dict[str, int] | None = None
+) -> fzero.Lowered:
+    spec = fzero.Spec(loss=cases.layers_loss, optimizer=optim.sgd(0.1), precision=policy, zero=zero, mesh=mesh)
     return fzero.lower(spec, cases.layers(WIDTH), cases.batch(ROWS), world_size=world)
 
 
@@ -53,6 +59,37 @@ def test_where_nobody_asks_it_says_what_a_codec_would_do(wire: float, said: str)
     text = coding.sentence(lowered("fp32").programs, Precision(), rates)
     assert text.startswith(said)
     assert text.endswith("ms to encode and decode")
+
+
+@pytest.mark.parametrize("nodes", [2, 8])
+def test_replicas_of_nodes_are_told_what_messages_to_each_of_them_take(nodes: int) -> None:
+    """What is said to come off the wire does, at one byte a second."""
+    mesh, kinds = {"dp_out": nodes, "dp": 2}, ("all_gather", "reduce_scatter")
+    one = {"latency": dict.fromkeys(kinds, 0.0), "wire_bytes": dict.fromkeys(kinds, 1.0), "ranks": 0}
+    rates = Rates(**{**RATES.__dict__, **one})
+
+    def seconds(program: Program) -> float:
+        return sum(op_seconds(program, op) for op in program.ops if op.is_collective)
+
+    def op_seconds(program: Program, op: Op) -> float:
+        kind, (source, target) = op.row.collective, (program.buffers[ref.name] for ref in (op.reads[0], op.writes[0]))
+        assert kind is not None
+        assert op.axis is not None
+        whole = kind.whole_bytes(source.nbytes, target.nbytes)
+        return rates.transfer(op.kind, whole, op.axis, program.mesh.size(op.axis))
+
+    plain, coded = (
+        lowered(policy, "hsdp", 2 * nodes, mesh).program
+        for policy in ("fp32", Precision(gather="int8", reduce="int8", exact=()))
+    )
+    assert coding._untaken(plain, rates)[0] == pytest.approx(seconds(plain) - seconds(coded), rel=0.01)
+
+
+def test_many_replicas_of_nodes_are_told_that_messages_do_not_pay() -> None:
+    """Each of 16 nodes sends its int8 slice to 15 others: twice what an all-reduce sends."""
+    policy = Precision(reduce="int8", exact=())
+    text = lowered(policy, "hsdp", 32, {"dp_out": 16, "dp": 2}).choices["codec"]
+    assert re.fullmatch(r"reduce=int8: [\d,]+ bytes a step and rank more: messages do not pay here. Leave .*", text)
 
 
 def test_figures_are_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import run, run_reference
+from helpers import differing, run, run_reference
 from torch import Tensor
 
 import fzero
+from fzero import tree
 
 
 def loss(p: Any, x: Tensor) -> Tensor:
@@ -56,3 +57,46 @@ def test_a_column_written_after_it_was_gathered_is_gathered_again(step: Any, wor
         assert all(torch.equal(one.final[path], runs[0].final[path]) for path in one.paths)
         for path, value in one.final.items():
             torch.testing.assert_close(value, expected[path], rtol=1e-5, atol=1e-6)
+
+
+# --- one op with several results --------------------------------------------------------------------------------------
+
+
+def exponents_are_kept(state: Any, x: Tensor) -> Any:
+    """One result of an op goes on in slices, the other is a leaf that lies elsewhere, of integers."""
+    value, g = fzero.value_and_grad(loss)(state["params"], x)
+    parts = {k: torch.frexp(g[k]) for k in g}
+    params = {k: state["params"][k] - 0.1 * parts[k].mantissa for k in g}
+    return {"params": params, "exponents": {k: parts[k].exponent for k in g}}, {"loss": value}
+
+
+def moments_are_kept(state: Any, x: Tensor) -> Any:
+    """Adam's parameters wait for a sum over ranks, and one of its moments for none. Moments change their places."""
+    value, g = fzero.value_and_grad(loss)(state["params"], x)
+    rate, one = torch.tensor(0.1, dtype=torch.float64), torch.ones((), dtype=torch.int64)
+    params, mu, nu = {}, {}, {}
+    for k in ("a", "b"):
+        grad = g[k]
+        for _ in range(6):  # more than is computed again
+            grad = grad * 1.01 + 0.001
+        p = state["params"][k]
+        new, mu[k], nu[k] = torch.ops.fzero.adamw(
+            p, grad, state["mu"][k], state["nu"][k], one, rate, 0.9, 0.99, 1e-8, 0.0, True
+        )
+        total = fzero.psum(g["a"].sum() + x.sum(), "dp")
+        params[k] = torch.where(total < 1e9, new, p)
+    nu["b"] = nu["b"] * fzero.pmean(x.mean(), "dp").exp()
+    return {"params": params, "mu": mu, "nu": nu, "a mu": mu["a"]}, {"loss": value}
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("step", [exponents_are_kept, moments_are_kept])
+def test_results_of_one_op_that_go_different_ways(step: Any, zero: int) -> None:
+    params = {"a": torch.linspace(0.5, 1, 128), "b": torch.linspace(1, 2, 64)}
+    zeros = tree.map(torch.zeros_like, params)
+    start = {"params": params, "mu": zeros, "nu": zeros, "a mu": zeros["a"]}
+    if step is exponents_are_kept:
+        start = {"params": params, "exponents": tree.map(lambda leaf: leaf.int(), zeros)}
+    one = run(fzero.Spec(step=step, zero=zero), start, batch, world=2, steps=2)
+    expected, _ = run_reference(fzero.Spec(step=step, zero=0), start, batch, world=2, steps=2, graph=one.lowered.graph)
+    assert differing(one.final, expected) == []

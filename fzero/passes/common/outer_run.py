@@ -99,12 +99,21 @@ class OuterRun:
         return None if slot is None else SlotKey(bucket.name, slot)
 
     def _classify(self) -> None:
-        """Fills `slot_key`, `block_size`, `owned` and `partial`."""
-        for node in self.nodes:
+        """Fills `slot_key`, `block_size`, `owned` and `partial`. A result of flat work that is another leaf's too gets
+        a copy there, for a tuple has no column."""
+        for node in [*self.nodes]:
             slot_key, block_size = self._flat_slot_key(node) or (None, 1)
             elsewhere = (
                 node in self.dest and self._slot_key_of(self.dest[node]) != slot_key
             )  # a leaf that is another's value
+            if elsewhere and slot_key is not None and node.target is operator.getitem:
+                with self.gm.graph.inserting_after(node):
+                    copy = self.gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+                copy.meta = dict(node.meta)
+                for user in [u for u in node.users if u.target is COPY]:
+                    user.replace_input_with(node, copy)
+                self.nodes.append(copy)
+                self.dest[copy], elsewhere = self.dest.pop(node), False
             if slot_key is not None and node not in self.outputs and not elsewhere:
                 self.slot_key[node], self.block_size[node] = slot_key, block_size
                 if of(node.target).flat_form is not None:
