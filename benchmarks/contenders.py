@@ -97,8 +97,8 @@ def alone(setup: Setup, compiled: bool = False) -> Step:
 
 
 def ddp(setup: Setup, zero_redundancy: bool = False, hook: str = "") -> Step:
-    """hook: of `torch.distributed.algorithms.ddp_comm_hooks`: "fp16", or "powersgd" of rank 1 from the second step. That
-    one takes one bucket: its all-reduces of several would start in another order on each rank of gloo."""
+    """hook: of `torch.distributed.algorithms.ddp_comm_hooks`: "fp16", or "powersgd" of rank 1 from the second step, of
+    one bucket: its all-reduces of several would start in another order on each rank of gloo."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
