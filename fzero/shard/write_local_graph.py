@@ -89,6 +89,8 @@ def write(problem: ShardingProblem, chosen: Chosen, regions: Regions | None = No
         local.rank = local.graph.call_function(torch.ops.fzero.axis_index.default, (problem.axis, device))
     local.rank.meta["val"] = local.fake(lambda: torch.zeros((), dtype=torch.int64, device=device))
     writer = _Writer(problem, local, regions, Versions(problem), nodes)
+    ends = [*zip(fx_nodes.outputs(graph), problem.wanted, strict=True)]
+    alone = {x: want for x, want in ends if isinstance(x, fx.Node) and [u.op for u in x.users] == ["output"]}
     for node in problem.calls():
         strategy = None
         if problem.is_free(node):
@@ -96,7 +98,8 @@ def write(problem: ShardingProblem, chosen: Chosen, regions: Regions | None = No
                 raise FzeroError(f"{node} {node.meta.get('source', '')}: a chooser gave no strategy for this op")
             strategy = chosen[node].strategy
         writer.write(node, strategy)
-    ends = zip(fx_nodes.outputs(graph), problem.wanted, strict=True)
+        if node in alone:  # at once, not behind all else: what reduces a gradient waits for it
+            writer.at(node, alone[node])
     local.graph.output([writer.at(x, want) if isinstance(x, fx.Node) else x for x, want in ends])
     unknown = [x for x in problem.calls() if x in chosen and chosen[x].unknown]
     return Sharded(
