@@ -168,8 +168,11 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     """The fastest candidate that is left and may fit, of a mesh that few are of; else the smallest. None: none may fit
     where something does."""
     refused = {(row.candidate.mesh, row.candidate.sequence) for row in done.rows.values() if row.refused}
-    untried = [one for one in done.estimates if one not in done.rows]  # what does not suit a mesh, seldom does
-    untried = [one for one in untried if (one.mesh, one.sequence) not in refused] or untried
+    untried = [one for one in done.estimates if one not in done.rows]
+    suits = [
+        one for one in untried if (one.mesh, one.sequence) not in refused
+    ]  # what does not suit a mesh, seldom does
+    untried = suits or untried
     left = {one: _corrected(done, one) for one in untried}
     count = Counter(one.mesh for one in done.rows)
     near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]

@@ -148,7 +148,7 @@ def sent_in_another_way(rng: random.Random, p: Program) -> Program | None:
     index = _transfer(rng, p)
     if index is None:
         return None
-    kinds = ("all_gather", "all_gather_values", "all_to_all", "reduce_scatter")
+    kinds = ("all_gather", "all_gather_values", "all_to_all", "reduce_scatter", "all_reduce")
     others = [kind for kind in kinds if kind != p.ops[index].kind]
     return put(p, index, replace(p.ops[index], kind=rng.choice(others)))
 
