@@ -36,6 +36,7 @@ def keeps_state(step: Step) -> Step:
             return step(state, *args, **kwargs)
         held, after = _Held(state), None
         try:
+            held.begin()
             after = step(state, *args, **kwargs)
             held.end()
             return after  # at once: any call here would be a place where Python looks for signals
@@ -58,16 +59,27 @@ class _Held:
 
     def __init__(self, state: State) -> None:
         self.life, self.came, self.before = state.life, False, signal.getsignal(signal.SIGINT)
+
+    def begin(self) -> None:
+        """From here on the signal comes to `handle`, also before this function has ended."""
         self.life.steps = False
         signal.signal(signal.SIGINT, self.handle)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Puts a first signal off if the step may have written; else acts as the handler of before."""
-        if self.came or not (self.life.steps or self.life.ended):
-            self.before(number, frame)  # type: ignore[operator, misc]
-        else:
+        """Puts a first signal off if the step may have written; else acts as the handler of before.
+
+        That one is back when it raises, wherever it does: a handler of a step that has ended would put signals off
+        for ever.
+        """
+        if not self.came and (self.life.steps or self.life.ended):
             self.came = True
             log.warning("fzero: Ctrl-C: this step ends first. Another one ends it now, and the state is lost")
+            return
+        try:
+            self.before(number, frame)  # type: ignore[operator, misc]
+        except BaseException:
+            self.restore()
+            raise
 
     def end(self) -> None:
         """The step has ended: the handler of before is back, and gets the signal that came."""

@@ -146,6 +146,34 @@ def test_an_error_of_the_step_gives_the_handler_back(state: State) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_signal_while_handlers_change_leaves_none_behind(
+    state: State, call: int, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an ended step would put the next Ctrl-C off for ever."""
+    real, calls = signal.signal, [0]
+
+    def changes(number: Any, handler: Any) -> Any:
+        calls[0] += 1
+        now = calls[0] == call
+        if now and side == "before":
+            interrupt()
+        old = real(number, handler)
+        if now and side == "after":
+            interrupt()
+        return old
+
+    def fails(state: State) -> State:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(signal, "signal", changes)
+    with pytest.raises(KeyboardInterrupt):
+        keeps_state(fails)(state)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (state.step, state.life.ended) == (0, "")
+
+
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, None])
 def test_where_python_handles_no_signal_here_the_step_is_left_alone(state: State, ignored: Any) -> None:
     """It is ignored, or the step runs in another thread, which can set no handler."""
