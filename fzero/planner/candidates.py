@@ -17,6 +17,7 @@ from typing import Any
 from fzero.compile.resolve import mesh_of
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE, Mesh
+from fzero.pipeline import CHUNKS, Pipeline
 from fzero.plan.parallelism import AUTO
 from fzero.shard.partition import P
 from fzero.spec import Spec
@@ -24,6 +25,7 @@ from fzero.spec import Spec
 STAGES = (0, 1, 2, 3)
 REMATS = ("none", "full")
 MOST_MICROBATCHES = 64
+INTERLEAVED = (2, 4)  # chunks a role
 EMPTY: Mapping[str, P] = MappingProxyType({})
 
 
@@ -95,10 +97,18 @@ class Candidate:
         """The mesh."""
         return Mesh(self.mesh)
 
+    @property
+    def chunks(self) -> int:
+        """The pieces of the model that each role of an interleaved pipeline holds; 1 of every other one."""
+        given = self.pipeline if isinstance(self.pipeline, Pipeline) else Pipeline(self.pipeline or "1f1b")
+        return given.chunks or CHUNKS["interleaved"] if given.schedule == "interleaved" else 1
+
     def __str__(self) -> str:
         mesh = " ".join(f"{name}={size}" for name, size in self.mesh)
         offload = f" offload={self.offload}" if self.offload is not None else ""
-        schedule = f" pipeline={self.pipeline}" if self.pipeline is not None else ""
+        named = isinstance(self.pipeline, Pipeline) and self.pipeline.cut is None
+        order = f"{self.pipeline.schedule} of {self.chunks} chunks" if named else self.pipeline
+        schedule = f" pipeline={order}" if self.pipeline is not None else ""
         rest = offload + schedule + (f" reduce={self.reduce}" if self.reduce is not None else "")
         rest += f" sequence={self.sequence}" if self.sequence is not None else ""
         return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{rest}"
@@ -120,9 +130,12 @@ def candidates(
     layers: int,
     machine: Hardware,
     rules: Mapping[str, P] = EMPTY,
+    *,
+    schedules: bool = False,
 ) -> Iterator[Candidate]:
     """All candidates. given: the fields that are pinned. rows: of the global batch. layers: the numbered layers of the
-    parameters. rules: of `shard`, that were found for a spec without any."""
+    parameters. rules: of `shard`, that were found for a spec without any. schedules: whether pipelines also have
+    interleaved ones."""
     open_ = {f.name for f in fields(Candidate)} - {*given}
     offloads = _homes(spec, machine) if "offload" in open_ else [fixed(spec.offload)]
     remats = REMATS if "remat" in open_ else (fixed(spec.remat),)
@@ -136,8 +149,11 @@ def candidates(
         for zero in stages(mesh) if "zero" in open_ else [fixed(spec.zero)]:
             for microbatches in _microbatches(mesh, rows) if "microbatches" in open_ else [spec.microbatches]:
                 sums = reductions(spec, Mesh(mesh), zero, microbatches)
-                for remat, offload, reduce, along in itertools.product(remats, offloads, sums, sequences):
-                    yield Candidate(mesh, zero, microbatches, remat, offload, spec.pipeline, reduce, along)
+                orders = [spec.pipeline]
+                if schedules and "pipeline" in open_:
+                    orders += interleaved(Mesh(mesh).roles, microbatches, layers)
+                rest = itertools.product(remats, offloads, orders, sums, sequences)
+                yield from (Candidate(mesh, zero, microbatches, *values) for values in rest)
 
 
 def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:
@@ -192,6 +208,16 @@ def reductions(spec: Spec, mesh: Mesh, zero: Any, microbatches: int) -> list[str
     if spec.reduce is not None or microbatches == 1 or mesh.data_ranks == 1:
         return [spec.reduce]
     return ["end"] if zero in (0, 1) else ["each", "end"]
+
+
+def interleaved(roles: int, microbatches: int, layers: int) -> list[Pipeline | str]:
+    """The interleaved schedules that suit a pipeline: a chunk has a layer, and microbatches go round in whole groups.
+
+    >>> interleaved(2, 4, 6), interleaved(1, 4, 6), interleaved(4, 6, 24)
+    (['interleaved'], [], [])
+    """
+    found = [n for n in INTERLEAVED if roles > 1 and microbatches % roles == 0 and roles * n <= layers]
+    return ["interleaved" if n == CHUNKS["interleaved"] else Pipeline("interleaved", n) for n in found]
 
 
 def _microbatches(mesh: tuple[tuple[str, int], ...], rows: int) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fzero.errors import SpecError
 from fzero.kernels.codecs import CODECS
+from fzero.pipeline import Pipeline
 from fzero.shard.partition import Groups, P, groups
 from fzero.spec import Spec
 
@@ -19,9 +20,8 @@ PRECISION = ("gather", "reduce")  # what a plan may choose of it
 OPEN_IF_NONE = ("prefetch", "bucket_bytes", "reduce", "update_on", "device_bytes", "pipeline")
 PLAIN: dict[str, Any] = {
     "mesh": dict, "zero": (int, str), "microbatches": int, "remat": (str, dict), "offload": (str, dict, type(None)),
-    "pipeline": (str, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str, "update_on": str,
-    "device_bytes": int,
-    "sequence": (str, type(None)),
+    "pipeline": (str, dict, type(None)), "prefetch": (int, type(None)), "bucket_bytes": int, "reduce": str,
+    "update_on": str, "device_bytes": int, "sequence": (str, type(None)),
 }  # fmt: skip
 
 
@@ -63,6 +63,8 @@ def _as_data(name: str, value: Any) -> Any:
         return {rule: [_dim(dim) for dim in dims] for rule, dims in value.items()}
     if name == "precision":
         return {part: getattr(value, part) for part in PRECISION}
+    if isinstance(value, Pipeline):
+        return {"schedule": value.schedule, "chunks": value.chunks}
     return dict(value) if name == "mesh" else value
 
 
@@ -83,7 +85,7 @@ def _value(spec: Spec, name: str, value: Any) -> Any:
     sizes = name != "mesh" or (isinstance(value, Mapping) and all(type(n) is int and n > 0 for n in value.values()))
     if name not in PLAIN or not isinstance(value, PLAIN[name]) or isinstance(value, bool) or not sizes:
         raise TypeError(f"{name}={value!r}: no plan chooses that")
-    return value
+    return Pipeline(**value) if name == "pipeline" and isinstance(value, dict) else value
 
 
 def _rule_of(dims: Any) -> P:

@@ -123,7 +123,7 @@ class _Estimate:
         computing = self._like(of.seconds).of(self.own) / self.parts + self._tensor
         each = max(computing + max(0.0, often - computing / 2), fetched)  # of a microbatch
         beside = computing * one.microbatches / 2  # hides transfers
-        seconds = each * (one.microbatches + roles - 1) + max(0.0, once - beside)
+        seconds = each * (one.microbatches + (roles - 1) / one.chunks) + max(0.0, once - beside)
         seconds += of.update / self.parts / self.shares + max(0.0, late - (0 if of.waits else beside))
         savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
         return seconds * (1 + SAVER * savers)
@@ -140,7 +140,7 @@ class _Estimate:
         activations = self._like(of.activations)
         kept = activations.of_a_row * self.own / roles
         whole = min(kept, self.tensor_bytes * self.own / roles) if roles < self.parts and not self.one.sequence else 0.0
-        kept = (whole + (kept - whole) * roles / self.parts) * min(roles, self.one.microbatches)
+        kept = (whole + (kept - whole) * roles / self.parts) * self._held
         cast = activations.fixed / self.shares
         return int((state + gathered + cast + self._gradients) / self.parts + kept)
 
@@ -188,6 +188,13 @@ class _Estimate:
         kept = next(iter(of.activations.values())).of(self.own)
         more = of.params * (1 - 1 / self.data)
         return self.one.microbatches > 1 and more > MORE * (kept + (of.params + of.optimizer) / self.data)
+
+    @property
+    def _held(self) -> float:
+        """Microbatches whose activations the first role holds (`fzero.pipeline`)."""
+        roles, chunks = self.one.ranks.roles, self.one.chunks
+        ahead = roles if chunks == 1 else (2 * (roles - 1) + (chunks - 1) * roles + 1) / chunks
+        return min(ahead, self.one.microbatches)
 
     @property
     def _gradients(self) -> float:

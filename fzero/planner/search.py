@@ -67,6 +67,13 @@ class Search:
             self.rows[one] = self.whole(one)
         return self.rows[one]
 
+    def correct(self, found: Row, seconds: float) -> None:
+        """What was said to take so many seconds takes those of `found`. Of a schedule that no shallow program has
+        shown, others are as far off."""
+        for one, row in self.rows.items():
+            if row.probed and one.chunks > 1 and one.pipeline == found.candidate.pipeline and not found.refused:
+                self.rows[one] = replace(row, seconds=row.seconds * found.seconds / seconds)
+
     def ops(self, one: Candidate) -> int:
         """The ops of the programs of all roles, of a candidate that was lowered in full; 0 of others."""
         return sum(len(program.ops) for program in self.programs[one].programs.values()) if one in self.programs else 0
@@ -105,12 +112,26 @@ class Search:
 
     def _probed(self, one: Candidate) -> Row | None:
         of, mesh = self.problem, one.ranks
+        if one.pipeline != of.spec.pipeline:
+            return self._interleaved(one)
         spec = replace(one.spec(of.spec, of.rules.shard), device_bytes=None)
         found = probed(of, spec, mesh, by_rates(of.machine, mesh))
         if found is not None and of.budget < found.peak <= of.budget * SLACK:
             tighter = probed(of, spec, mesh, sparing(of.machine, mesh))
             found = tighter if tighter is not None and tighter.peak <= of.budget else found
         return None if found is None else Row(one, found.seconds, found.peak, found.host, probed=True)
+
+    def _interleaved(self, one: Candidate) -> Row | None:
+        """Of a pipeline that was left open, what its default is found to take, by what the sketch says of the two: a
+        role of several chunks has no shallow programs."""
+        if not shallow_say(self.problem, one.ranks):
+            return None
+        other = replace(one, pipeline=self.problem.spec.pipeline)
+        if (row := self.row(other)).refused:
+            return None
+        said, known = self.estimates[one], self.estimates[other]
+        seconds, peak = row.seconds * said[0] / known[0], int(row.peak * said[1] / known[1])
+        return replace(row, candidate=one, seconds=seconds, peak=peak, probed=True)
 
 
 def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
@@ -119,7 +140,9 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
     own = default(of.spec, of.world_size)
-    found = candidates(of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard)
+    found = candidates(
+        of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard, schedules=is_deep(of)
+    )
     done = Search(of, sketch.estimates([own, *found], of.rows, of.machine, of.rules.bytes_a_row))
     done.row(own)
     if len(done.estimates) <= most:

@@ -83,8 +83,9 @@ def fewest_layers(done: Search) -> Row | None:
                 break  # one layer less does not fit, or only by what costs more
             else:
                 count = max(count + 1, _more(done, one, row, count, depth))
-        if fitted is not None and fitted.seconds < best.seconds:
-            best = fitted
+        if fitted is not None:
+            done.correct(fitted, seconds)
+            best = min(done.fitting, key=lambda row: row.seconds)
     return best if isinstance(best.candidate.remat, FirstLayers) else None
 
 

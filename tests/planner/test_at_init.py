@@ -208,17 +208,18 @@ def test_rules_and_codecs_come_back_as_they_were() -> None:
         "c": P(),
     }
     precision = fzero.Precision(compute="bf16", gather="int8", reduce="int4")
-    names = ("mesh", "shard", "precision", "zero", "prefetch")
+    names = ("mesh", "shard", "precision", "zero", "prefetch", "pipeline")
     made = spec(
-        mesh={"dp_out": 1, "dp": 1, "tp": 1, "mp": 1, "x": 1},
+        mesh={"pp": 1, "dp_out": 1, "dp": 1, "tp": 1, "mp": 1, "x": 1},
         shard=rules,
         precision=precision,
         zero="hpz",
         prefetch=None,
+        pipeline=fzero.Pipeline("interleaved", 4),
     )
     data = json.loads(json.dumps(chosen_of(made.but(planned=names))))
     again = with_chosen(spec(precision="bf16"), {k: v for k, v in data.items() if k != "precision"}, "here")
-    assert (again.mesh, again.shard, again.zero) == (made.mesh, rules, "hpz")
+    assert (again.mesh, again.shard, again.zero, again.pipeline) == (made.mesh, rules, "hpz", made.pipeline)
     assert again.precision == "bf16"
     assert again.planned == {*names} - {"precision"}
     again = with_chosen(spec(), data, "here")

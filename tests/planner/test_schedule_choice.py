@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from fzero import optim
 from fzero.hardware import Device, Hardware, NetworkLevel
 from fzero.ir.mesh import Mesh
 from fzero.pipeline import SCHEDULES
+from fzero.planner import schedule_choice
 from fzero.planner.programs import by_rates, step_seconds
 
 MACHINE = Hardware(
@@ -64,3 +66,42 @@ def test_one_that_was_given_stays_and_without_a_pipeline_there_is_none() -> None
     alone = planned(spec(mesh={"dp": 2}))
     assert "pipeline" not in alone.choices
     assert alone.spec.pipeline is None
+
+
+DEEP = {"layers": [{"w": torch.empty(128, 128, device="meta")} for _ in range(24)]}
+
+
+def keeps_much(p: Any, x: Tensor) -> Tensor:
+    for layer in p["layers"]:
+        x = x + torch.tanh((x @ layer["w"]).sin().exp()).cos()
+    return x.square().mean()
+
+
+def test_of_a_deep_model_an_interleaved_pipeline_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where programs have many ops, 1F1B is not lowered: its shallow programs and the idle shares say enough."""
+    monkeypatch.setattr(schedule_choice, "OPS", 0)
+    found = fzero.plan(spec(), DEEP, BATCH, world_size=2, hardware=MACHINE)
+    rows = {row.candidate.pipeline: row for row in found.table}
+    assert found.spec.pipeline in ("interleaved", fzero.Pipeline("interleaved", 4))
+    assert [rows[name].probed for name in (None, found.spec.pipeline)] == [True, False]
+    plain = fzero.lower(spec(), DEEP, BATCH, decisions=by_rates(MACHINE, Mesh(tuple(MESH.items()))))
+    assert rows[None].seconds == pytest.approx(step_seconds(plain, MACHINE), 1e-6)
+    assert found.seconds < rows[None].seconds
+    pasted = eval(found.python(), {"dataclasses": dataclasses, "spec": spec(), "Pipeline": fzero.Pipeline})
+    assert fzero.lower(pasted, DEEP, BATCH).digest == found.lowered.digest
+
+
+def test_layers_that_are_recomputed_in_an_interleaved_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was foretold of a schedule is corrected by what came out: the answer is the fastest row, lowered in full."""
+    monkeypatch.setattr(schedule_choice, "OPS", 0)
+    fields = {"loss": keeps_much, "optimizer": optim.sgd(1e-3), "mesh": MESH, "zero": 0, "offload": None}
+    some = fzero.Spec(**fields, microbatches=4)  # type: ignore[arg-type]
+    found = fzero.plan(
+        some, DEEP, torch.empty(1024, 128, device="meta"), world_size=2, hardware=MACHINE, memory=15_000_000
+    )
+    first = found.table[0]
+    assert "of 24 layers" in str(first.candidate.remat)
+    assert first.candidate.chunks > 1
+    assert not first.probed
+    assert (found.seconds, found.peak) == (first.seconds, first.peak)
+    assert found.peak <= 15_000_000

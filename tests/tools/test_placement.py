@@ -158,7 +158,7 @@ def test_two_nodes_have_the_bits_of_one_over_messages() -> None:
         assert found["transport"] == "p2p"
         assert "another network namespace" in found["why"]
         (pp,) = found["told"]
-        assert pp.startswith("warning mesh pp across nodes: ranks 0, 1 are on nodes 0, 1; 0.1")  # GB/s: a gigabit
+        assert pp.startswith("ok mesh pp across nodes: ranks 0, 1 are on nodes 0, 1; 0.1")  # GB/s: a gigabit
         assert found["bits"].keys() == alone.final.keys()
         for path, leaf in alone.final.items():
             assert found["bits"][path] == hashlib.sha256(leaf.contiguous().numpy().tobytes()).hexdigest(), path
