@@ -85,12 +85,15 @@ class Parallelism:
         if by_column(self.zero):
             self._check_columns(dict(self.zero))
             return
-        stages = self.zero.values() if isinstance(self.zero, Mapping) else [self.zero]
-        for stage in stages:
+        rules: Mapping[Any, Any] = self.zero if isinstance(self.zero, Mapping) else {}
+        alone = [] if isinstance(self.zero, Mapping) else [(self.zero, self.zero)]
+        stages = [*alone, *(({rule: stage}, stage) for rule, stage in rules.items())]
+        for given, stage in stages:
             fits = type(stage) is int and stage in (0, 1, 2, 3)
-            needs(fits, "zero", stage, "a stage 0, 1, 2 or 3, or path rules to them")
+            named = f"; {stage!r} is of the whole state, as in zero={stage!r}" if stage in NAMED_STAGES else ""
+            needs(fits, "zero", given, f"a stage 0, 1, 2 or 3, or path rules to them{named}")
         needs(bool(stages), "zero", self.zero, "at least one rule, as in {'**': 3}")
-        for rule in self.zero if isinstance(self.zero, Mapping) else ():
+        for rule in rules:
             text = f"path rules that are text, as in {{'**': 3}}; not {rule!r}"
             needs(isinstance(rule, str), "zero", self.zero, text)
 
