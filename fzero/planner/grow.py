@@ -12,7 +12,7 @@ token, there is no growth.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,31 +113,35 @@ def _aligned(first: Sequence[Token], second: Sequence[Token], more: int) -> list
     return places[::-1]
 
 
-def _with_a_run(costs: Numbers, again: Mapping[int, Sequence[int]], at: int) -> tuple[Numbers, Numbers]:
+def _with_a_run(costs: Numbers, again: tuple[Numbers, Numbers], at: int) -> tuple[Numbers, Numbers]:
     """(the least costs where a run may be inserted before token `at`, how many were inserted before it)."""
-    lanes = np.arange(len(costs))
-    best = np.minimum.accumulate(costs * len(costs) + lanes)  # the least cost up to here, and where it is
-    by_run = np.concatenate([[NEVER], best[:-1] // len(costs) + A_RUN])
-    came = np.where(by_run < costs, np.concatenate([[0], best[:-1] % len(costs)]), lanes)
+    size, lanes = len(costs), np.arange(len(costs))
+    best = np.minimum.accumulate(costs * size + lanes)  # the least cost up to here, and where it is
+    by_run = np.concatenate([[NEVER], best[:-1] // size + A_RUN])
+    came = np.where(by_run < costs, np.concatenate([[0], best[:-1] % size]), lanes)
     result = np.minimum(costs, by_run)
-    for k in np.flatnonzero(costs < NEVER):
-        for length in again.get(at + int(k), ()):
-            to = int(k) + length
-            if to < len(costs) and costs[k] + REPEATED < result[to]:
-                result[to], came[to] = costs[k] + REPEATED, k
-    return result, came
+    places, lengths = again
+    near = slice(*np.searchsorted(places, [at, at + size]))
+    begun, ended = places[near] - at, places[near] - at + lengths[near]
+    begun, ended = begun[ended < size], ended[ended < size]
+    repeats = np.full(size, NEVER * size)
+    np.minimum.at(repeats, ended, (costs[begun] + REPEATED) * size + begun)
+    cheaper = repeats // size < result
+    return np.where(cheaper, repeats // size, result), np.where(cheaper, repeats % size, came)
 
 
-def _repeated(tokens: Numbers, most: int) -> dict[int, list[int]]:
-    """By place, the lengths of the runs that begin there, of at most so many tokens, and repeat what is just before or
-    is repeated just behind."""
-    found: dict[int, list[int]] = {}
+def _repeated(tokens: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """(places in order, lengths) of the runs of at most so many tokens that repeat what is just before, or are repeated
+    just behind."""
+    places, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for length in range(1, most + 1):
         equal = np.concatenate([[0], np.cumsum(tokens[length:] == tokens[:-length])])
         whole = np.flatnonzero(equal[length:] - equal[:-length] == length)  # a run here, and again behind it
-        for place in {*whole.tolist(), *(whole + length).tolist()}:
-            found.setdefault(place, []).append(length)
-    return found
+        places.append(np.union1d(whole, whole + length))
+        lengths.append(np.full(len(places[-1]), length))
+    every, long = np.concatenate(places), np.concatenate(lengths)
+    order = np.argsort(every, kind="stable")
+    return every[order], long[order]
 
 
 def _numbered(first: Sequence[Hashable], second: Sequence[Hashable]) -> tuple[Numbers, Numbers]:
