@@ -165,7 +165,6 @@ def settled(made: Proposal, plan: Plan) -> Sharding:
     fx_nodes.drop_dead(made.outer.gm.graph)
     for node in made.outer.gm.graph.nodes:
         node.meta.pop("claim", None)  # of this axis: the next one says its own
-    made.outer.gm.recompile()
     regions = tuple(map(_local_region, made.graph.regions, made.regions))
     local = replace(made.graph, gm=made.outer.gm, regions=regions)
     return Sharding(made.axis, made.n, made.graph, local, made.outer, made.regions, _leaves(plan, made.axis))
@@ -185,7 +184,6 @@ def unconstrained(graph: Graph, axes: Collection[str]) -> Graph:
             if idle(node):
                 node.replace_all_uses_with(fx_nodes.operand(node))
                 gm.graph.erase_node(node)
-        gm.recompile()
         return gm
 
     return graph.rewritten(without, update=True)
@@ -219,7 +217,6 @@ def _local_region(region: Region, made: Sharded) -> Region:
         node.meta.pop("claim", None)
     if not reads:
         graph.erase_node(fx_nodes.placeholders(graph)[-1])
-    made.gm.recompile()
     values = tuple(x.meta["val"] for x in fx_nodes.outputs(graph))
     return replace(region, gm=made.gm, values=values, sliced=(*region.sliced, *([False] * reads)))
 
@@ -255,7 +252,6 @@ def _small_sums(outer: Sharded) -> None:
         if node.target is ops.ALL_REDUCE:
             x, axis, _, how = node.args
             node.target, node.args = REDUCE, (x, how, axis)
-    outer.gm.recompile()
 
 
 def _leaves(plan: Plan, axis: str) -> tuple[str, ...]:

@@ -109,9 +109,25 @@ def weighed_by_hand(p: Params, b: Any, chunks: int) -> Tensor:
     return sum(totals[1:], totals[0]) / weight.sum()
 
 
+def pairs(p: Params, b: Any) -> Tensor:
+    """Two labels of half the vocabulary for each token: rows of one token lie side by side."""
+    logits = (body(p, b["x"]) @ p["head"].T).unflatten(-1, (2, V // 2)).flatten(0, 2)
+    labels = torch.stack([b["x"], b["y"].clamp(min=0)], -1) % (V // 2)
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+
+def pairs_by_hand(p: Params, b: Any, chunks: int) -> Tensor:
+    totals = []
+    for h, x, y in pieces(chunks, body(p, b["x"]), b["x"], b["y"]):
+        labels = torch.stack([x, y.clamp(min=0)], -1) % (V // 2)
+        logits = (h @ p["head"].T).unflatten(-1, (2, V // 2)).flatten(0, 2)
+        totals.append(F.cross_entropy(logits, labels.flatten(), reduction="sum"))
+    return sum(totals[1:], totals[0])
+
+
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "mean": (mean, mean_by_hand), "tied": (tied, tied_by_hand), "shifted": (shifted, shifted_by_hand),
-    "weighed": (weighed, weighed_by_hand),
+    "weighed": (weighed, weighed_by_hand), "pairs": (pairs, pairs_by_hand),
 }  # fmt: skip
 
 

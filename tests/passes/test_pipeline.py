@@ -75,6 +75,29 @@ def test_a_value_that_the_next_chunk_reads_is_not_made_again() -> None:
     assert 0 < cut < whole
 
 
+def test_what_follows_from_the_batch_is_made_for_the_first_chunk_that_reads_it() -> None:
+    """A mask that all layers read: a role of two chunks makes it once, before both."""
+
+    def loss(p: Any, batch: Tensor) -> Tensor:
+        mask, x = (batch > 0).float().cumsum(-1).cos(), batch
+        for w in p["blocks"]:
+            x = torch.tanh(x @ w) * mask
+        return x.square().mean()
+
+    params = {"blocks": [torch.empty(8, 8, device="meta") for _ in range(4)]}
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.sgd(0.1), mesh={"pp": 2}, pipeline="interleaved", microbatches=2,
+        transfers="p2p",
+    )  # fmt: skip
+    program = fzero.lower(spec, params, torch.empty(4, 8, device="meta")).programs[1]
+    makes = [
+        op.chunk for op in program.ops
+        if op.computes and any("cos" in str(n.target) for n in program.segments[op.segment].graph.nodes)
+        and all(program.buffers[ref.name].kind == "batch" for ref in op.reads)
+    ]  # fmt: skip
+    assert makes == [1, 1]  # of two microbatches
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_is_lent_says_whose_leaf_it_is_and_moves_say_whom_they_serve(zero: int) -> None:
     """A tied embedding, held on the host: it is brought for the copy that goes to the last role, or for its gather."""
