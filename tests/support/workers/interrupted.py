@@ -152,5 +152,6 @@ def twice() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born with it ignored
-    {"at_every_op": at_every_op, "around": lambda: around(int(sys.argv[2]) if len(sys.argv) > 2 else 7), "between": between, "twice": twice}[sys.argv[1]]()
+    seed = int(sys.argv[2]) if len(sys.argv) > 2 else 7
+    {"at_every_op": at_every_op, "around": lambda: around(seed), "between": between, "twice": twice}[sys.argv[1]]()
     print("right")
