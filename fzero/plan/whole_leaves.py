@@ -61,13 +61,13 @@ def pack(sizes: Sequence[int], world_size: int) -> tuple[list[int], int]:
     """
     rounded = [-(-size // ALIGN) * ALIGN for size in sizes]
     loads = [0] * world_size
-    places: list[tuple[int, int]] = [(0, 0)] * len(sizes)
+    places: dict[int, tuple[int, int]] = {}
     for i in sorted(range(len(sizes)), key=lambda i: (-rounded[i], i)):
         rank = loads.index(min(loads))
         places[i] = rank, loads[rank]
         loads[rank] += rounded[i]
     most = max(max(loads), ALIGN)
-    return [rank * most + offset for rank, offset in places], most * world_size
+    return [rank * most + offset for rank, offset in map(places.__getitem__, range(len(sizes)))], most * world_size
 
 
 def fits(sizes: Sequence[int], world_size: int) -> bool:

@@ -23,6 +23,7 @@ def two() -> Iterator[list[SharedMemoryPeers]]:
 
 def test_a_source_in_an_arena_is_read_where_it_is(two: list[SharedMemoryPeers]) -> None:
     one, other = two
+    one.timeout_seconds = 3.0
     source = one.allocate(3 * INLINE_BYTES)
     source.fill_(7)
     assert one.place(source[10:]) == (0, 10)

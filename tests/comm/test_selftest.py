@@ -107,7 +107,7 @@ class Process:
     code = 0
 
     def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
-        self.env, self.number, self.killed = env, len(Process.made), False
+        self.env, self.number, self.killed, self.waited = env, len(Process.made), False, False
         self.returncode = Process.code if self.number == 1 else 0
         Process.made.append(self)
 
@@ -123,6 +123,7 @@ class Process:
 
     def wait(self) -> None:
         assert self.killed
+        self.waited = True
 
 
 @pytest.fixture
@@ -156,4 +157,4 @@ def test_a_rank_that_fails_or_does_not_end_is_an_error(
     monkeypatch.setattr(processes, "outs", [b"{}", None])
     with pytest.raises(LoopbackError, match="two ranks did not end within 60 s"):
         selftest.run()
-    assert all(process.killed for process in processes.made)
+    assert all(process.killed and process.waited for process in processes.made)

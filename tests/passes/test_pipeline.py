@@ -75,6 +75,19 @@ def test_a_value_that_the_next_chunk_reads_is_not_made_again() -> None:
     assert 0 < cut < whole
 
 
+def test_a_sum_that_no_leaf_reads_is_made_before_the_border() -> None:
+    """Of a broadcast bias: its gradient and that of what it was added to read one large value."""
+
+    def loss(p: Any, batch: Tensor) -> Tensor:
+        return torch.tanh(batch @ p["blocks"][0]["w"] + p["blocks"][1]["b"]).square().mean()
+
+    params = {"blocks": [{"w": torch.empty(8, 1, device="meta")}, {"b": torch.empty(64, device="meta")}]}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), mesh={"pp": 2}, microbatches=2, transfers="p2p")
+    program = fzero.lower(spec, params, torch.empty(4, 8, device="meta")).programs[1]
+    sent = [program.buffers[op.reads[0].name].shape for op in program.ops if op.is_send]
+    assert sent == [(2, 1), (2, 1), ()]  # and the loss
+
+
 def test_what_follows_from_the_batch_is_made_for_the_first_chunk_that_reads_it() -> None:
     """A mask that all layers read: a role of two chunks makes it once, before both."""
 
