@@ -149,7 +149,9 @@ class Ledger:
             count = len(self.refusals)
             counted = "one key is in the way" if count == 1 else f"{count} keys are in the way"
             listed = "\n".join(f"  {refusal.text}" for refusal in self.refusals)
-            raise ConfigError(f"{self.where}: {counted}\n{listed}", self.refusals, lines, self.open)
+            refused = {refusal.path for refusal in self.refusals}.difference(self.open)
+            others = [line for line in lines if line.path not in refused]
+            raise ConfigError(f"{self.where}: {counted}\n{listed}", self.refusals, others, self.open)
         return lines
 
     def _settle(self, key: Key, value: Any) -> None:
