@@ -220,9 +220,10 @@ def nearest(path: str, table: Iterable[str], *, close: bool = False) -> str:
         return f"Did you mean {prefix + by_distance[0][1]!r}?"
     if close:
         return ""
-    elsewhere = [other for other in table if other.rpartition(".")[2] == name]
+    places = [other for path in table for other in (path, path.rpartition(".")[0])]  # keys, and the blocks around them
+    elsewhere = next((other for other in places if other.rpartition(".")[2] == name), None)
     if elsewhere:
-        return f"Did you mean {elsewhere[0]!r}?"
+        return f"Did you mean {elsewhere!r}?"
     return tree.suggest(name, beside).strip().replace("mean '", f"mean '{prefix}")
 
 
