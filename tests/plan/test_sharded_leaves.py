@@ -53,7 +53,7 @@ def test_leaves_that_mirror_one_another_may_have_a_rule_each_of_the_same_p() -> 
     two = {"critic": {"w": torch.ones(4, 6)}, "maker": {"w": torch.ones(4, 6)}}
     found = leaves(two, {"critic/w": P(None, "tp"), "maker/w": P(None, "tp")})
     assert found["critic/w"].local_shape == found["maker/w"].local_shape == (4, 3)
-    with pytest.raises(fzero.SpecError, match="'maker/w' places no leaf.* give both the same P"):
+    with pytest.raises(fzero.SpecError, match=r"'maker/w' places no leaf.* give both the same P"):
         leaves(two, {"critic/w": P(None, "tp"), "maker/w": P("tp", None)})
 
 
