@@ -158,6 +158,7 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
             paths = [leaf.path for leaf in runtime.plan.leaves]
             more = f" and {len(paths) - 1} more leaves" if len(paths) > 1 else ""
             raise DonatedError(f"this state ({leaf_name('state', paths[0])}{more}) {state.life.ended}")
+        state.check_leaves()
         batch = tree.plain(batch)
         if fn is None:
             batch = runtime.settled(batch, step=state.step)

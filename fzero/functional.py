@@ -310,10 +310,10 @@ def _check_params(paths: list[str], leaves: list[Any]) -> None:
         raise CaptureError("value_and_grad needs parameters: its first argument has no leaves")
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.dtype.is_floating_point:
-            raise CaptureError(
-                f"params[{path!r}] is {describe(leaf)}: gradients need floating tensors. "
-                "Keep it out of the first argument"
-            )
+            fix = "Keep it out of the first argument"
+            if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+                fix = "Hold torch.view_as_real(x), and take torch.view_as_complex(x) of it in the loss"
+            raise CaptureError(f"params[{path!r}] is {describe(leaf)}: gradients need floating tensors. {fix}")
 
 
 def _check_outer(name: str, tracing: Tracing | None) -> None:

@@ -24,6 +24,15 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
     return ["/".join(_entry_name(entry) for entry in accessor) for accessor in accessors], leaves, treedef
 
 
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a pytree, in `flatten`'s order, without the paths, which take longest.
+
+    >>> leaves({"b": 1, "a": [2, None]})
+    [2, 1]
+    """
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
 def plain(tree: Any) -> Any:
     """The pytree with a dict for every Mapping that is no node of it by itself, as a tokenizer's BatchEncoding.
 

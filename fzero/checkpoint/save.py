@@ -160,6 +160,7 @@ def _of(state: State, extra: Any, *, copy: bool, reuse: Snapshot | None) -> Snap
     runtime = session_of(state)
     if state.life.ended:
         raise DonatedError(f"this state cannot be saved: it {state.life.ended}")
+    state.check_leaves()
     program = runtime.last_program.digest if runtime.last_program is not None else None
     taken = take(
         runtime.plan, runtime.memory, runtime.rank, treedef=runtime.treedef, step=state.step, zero=runtime.spec.zero,

@@ -120,10 +120,13 @@ def merge_equal(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def normalised(gm: fx.GraphModule) -> fx.GraphModule:
-    """Removes renames of a value (detach, alias), t(t(x)) and dead code. In place; returns its argument."""
+    """Removes renames of a value (detach, alias), t(t(x)) and dead code, and makes a cast of a number a scalar. In
+    place; returns its argument."""
     _true_statistics(gm)
     for node in list(gm.graph.nodes):
-        if is_rename(node):
+        if node.target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # `0 + x` under `vmap`
+            node.target = aten.scalar_tensor.default
+        elif is_rename(node):
             node.replace_all_uses_with(node.args[0])
         elif _is_transpose(node) and _is_transpose(operand(node)):
             node.replace_all_uses_with(operand(operand(node)))

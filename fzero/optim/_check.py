@@ -110,10 +110,10 @@ it out of params, or select the other leaves with fzero.optim.masked
             made = "torch.from_numpy(x)" if type(leaf).__name__ == "ndarray" else "torch.tensor(...)"
             raise TreeError(f"{where}: {name} is {kind(leaf)}, but it must be a tensor: write {made}")
         if not leaf.is_floating_point():
-            raise TreeError(
-                f"{where}: {name} is {leaf.dtype}, but an optimizer updates floating-point tensors: keep it out of "
-                "params, or select the other leaves with fzero.optim.masked"
-            )
+            fix = "keep it out of params, or select the other leaves with fzero.optim.masked"
+            if leaf.is_complex():
+                fix = "hold torch.view_as_real(x), and take torch.view_as_complex(x) of it in the loss"
+            raise TreeError(f"{where}: {name} is {leaf.dtype}, but an optimizer updates floating-point tensors: {fix}")
 
 
 def alike(where: str, name: str, given_tree: Any, params: Any, *, dtypes: bool | torch.dtype = True) -> list[Any]:

@@ -62,9 +62,12 @@ def _check_unused(
         own = leaf_class.names(paths)
         if any(tree.matches(rule, name) for name in own):
             first = next(r for r in rules if any(tree.matches(r, name) for name in own))
+            if rules[rule] == rules[first]:  # as for the same matrix of two networks: it says what is so
+                return
             raise SpecError(
                 f"Spec(shard=...): the rule {rule!r} places no leaf: {first!r} comes before it and places "
-                f"{leaf_class.shown(paths)}, and what mirrors it lies alike. Put {rule!r} first, or leave it out"
+                f"{leaf_class.shown(paths)}, and what mirrors it lies alike. Put {rule!r} first, give both the same P, "
+                "or leave it out"
             )
     cut = {i for leaf_class in classes for _, i in leaf_class.members}
     for i, path in enumerate(paths):
@@ -74,8 +77,8 @@ def _check_unused(
                 return
             raise SpecError(
                 f"Spec(shard=...): the rule {rule!r} is to cut {path}, of shape {tuple(leaves[i].shape)} and "
-                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank or of integers are held whole: leave "
-                "the rule out"
+                f"{leaves[i].dtype}. Leaves of no dim, without elements, per rank, of integers or complex are held "
+                "whole: leave the rule out"
             )
     known = {c.path for c in classes}
     raise SpecError(f"Spec(shard=...): the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")

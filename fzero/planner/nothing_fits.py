@@ -80,7 +80,7 @@ def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
         if rows and problem.rows % rows == 0 and (row := _first(replace(problem, rows=rows), sketch)):
             yield Alternative(f"a global batch of {rows} rows", row)
             break
-    yield from _other_cards(problem, sketch)
+    yield from _more_memory(problem, sketch)
 
 
 def _by_chunks(problem: Problem, sketch: Sketch, found: Search) -> Iterator[Alternative]:
@@ -97,15 +97,18 @@ def _on(problem: Problem, world_size: int) -> Problem:
     return replace(problem, world_size=world_size)
 
 
-def _other_cards(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
-    """The card of the presets with the least memory on which it fits."""
+def _more_memory(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
+    """All the memory of this card, where `device_bytes` leaves some, or the card of the presets with the least memory
+    on which it fits."""
     machines = sorted((load(name) for name in presets()), key=lambda machine: machine.budget)
-    for machine in machines:
-        if machine.budget > problem.budget and machine.devices >= problem.world_size:
-            there = replace(problem, hardware=machine, budget=machine.budget)
-            if row := _first(there, sketch):
-                yield Alternative(f"{machine.name}", row)
-                return
+    pinned = problem.spec.device_bytes == problem.budget
+    opened = replace(problem, spec=replace(problem.spec, device_bytes=None))
+    for machine in [problem.hardware] * pinned + machines:
+        larger = machine.budget > problem.budget and machine.devices >= problem.world_size
+        if larger and (row := _first(replace(opened, hardware=machine, budget=machine.budget), sketch)):
+            words = ["leave device_bytes open"] * pinned + [machine.name] * (machine is not problem.hardware)
+            yield Alternative(", ".join(words), row)
+            return
 
 
 def _first(problem: Problem, sketch: Sketch) -> Row | None:

@@ -30,7 +30,7 @@ def lowered_of(
 ) -> Lowered:
     """The programs of a spec over a mesh. verified: False for probes. Raises FzeroError where there are none."""
     if problem.rows % mesh.data_ranks:
-        raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows")
+        raise SpecError(f"{mesh.data_ranks} data ranks do not divide {problem.rows} rows: give a multiple")
     batch = problem.batch_of(problem.rows // mesh.data_ranks)
     return lower_again(
         spec, problem.params_like, batch, world_size=mesh.world_size, decisions=deciders, captures=problem.captures,

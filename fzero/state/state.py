@@ -220,6 +220,21 @@ class State:
         title = f"state after {self.step:,} steps{ended}: {len(leaves):,} leaves, mesh {self.runtime.plan.mesh}"
         return html_table(title, ["leaf", "shape", "dtype", "placement"], rows)
 
+    def check_leaves(self) -> None:
+        """Raises TreeError if the leaves of `tree` are not the state's own: no step would see what was put there."""
+        own = list(self.runtime.plan.leaves)
+        if [getattr(x, "leaf", None) for x in tree.leaves(self.tree)] == own:
+            return
+        held = {leaf.path: leaf for leaf in own}
+        here = zip(*tree.flatten(self.tree)[:2], strict=True)
+        changed = [path for path, x in here if getattr(x, "leaf", 0) is not held.pop(path, None)]
+        path, *_ = [*changed, *held]
+        raise TreeError(
+            f"{leaf_name('state', path)} was {'put into' if changed else 'removed from'} the state's tree, which no "
+            "step reads: it uses the memory of the state's own leaves. Write into a leaf's .local, this rank's part, "
+            "as state.params['w'].local.mul_(0.5); or make a new state of full tensors with fzero.init"
+        )
+
     def become(self, after: State) -> None:
         """Makes this donated state the one that it became, which nobody else would hold (`session.interrupts`)."""
         for name in ("tree", "step", "metrics", "life"):

@@ -147,6 +147,8 @@ def test_a_parameter_without_a_gradient_is_named(caplog: pytest.LogCaptureFixtur
 def test_parameters_must_be_floating() -> None:
     state = {"p": {"w": torch.ones(3), "n": torch.ones(2, dtype=torch.int64)}}
     refused_step(sgd_step(mean_square), "params['n'] is i64[2]", "gradients need floating", state=state)
+    waves = {"p": {"w": torch.ones(3), "z": torch.ones(2, dtype=torch.complex64)}}
+    refused_step(sgd_step(mean_square), "params['z'] is c64[2]", "torch.view_as_real(x)", state=waves)
     refused_step(lambda s, b: (s, {"v": fzero.grad(lambda p: b.sum())({})}), "its first argument has no leaves")
 
 

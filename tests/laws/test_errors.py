@@ -7,6 +7,7 @@ cases run one after another in one real gloo world of 2 and one of 3 (`ranks`); 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -375,6 +376,22 @@ def test_a_donated_state_is_refused_everywhere_and_the_leaf_is_named() -> None:
     assert equal(whole(new), before)
     fzero.step(new, batch())
     said(DonatedError, lambda: new.params["v"].full(), "state['params/v']", "at step 2")
+
+
+def test_what_is_put_into_a_states_tree_is_not_ignored(tmp_path: Path) -> None:
+    state = fzero.init(params(), spec())
+    own, parts = state.params["v"], ("state['params/v'] was put into", ".local.mul_(0.5)", "fzero.init")
+    state.params["v"] = torch.zeros(own.shape)
+    said(TreeError, lambda: fzero.step(state, batch()), *parts)
+    said(TreeError, lambda: fzero.evaluate(state, batch(), loss), *parts)
+    said(TreeError, lambda: fzero.save(state, tmp_path), *parts)
+    del state.params["v"]
+    said(TreeError, lambda: fzero.step(state, batch()), "state['params/v'] was removed from")
+    state.params["v"] = own
+    own.local.mul_(0.5)
+    half = own.full()
+    assert torch.equal(fzero.evaluate(state, batch(), lambda p, b: p["v"] * 1), half)
+    fzero.step(state, batch())
 
 
 def test_unshard_takes_leaves_of_one_state() -> None:

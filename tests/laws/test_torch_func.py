@@ -107,6 +107,21 @@ def test_a_loss_of_transforms(loss: Callable[[Any, Any], Tensor], dtype: torch.d
     assert relative(finals[0]["layers/0/w"], start["layers"][0]["w"]) > 1e-3, "it trained"
 
 
+def test_a_sum_of_pythons_under_vmap() -> None:
+    """`sum` begins with the number 0, which torch.func casts to the dtype of the first addend."""
+
+    def loss(p: Any, b: Any) -> Tensor:
+        def laplacian(x: Tensor) -> Tensor:
+            slopes = grad(lambda x: losses.net(p, x))
+            return sum(jvp(slopes, (x,), (v,))[1] @ v for v in torch.eye(len(x)))  # type: ignore[return-value]
+
+        return (vmap(laplacian)(b["x"]) - b["y"]).square().mean()
+
+    expected, _ = plain(loss, params(), 2, torch.float32)
+    result = run(fzero.Spec(step=descend(loss), allow_unused=True), params(), batch, world=2, steps=STEPS)
+    close(result.final, expected, CLOSE[torch.float32])
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 

@@ -49,6 +49,14 @@ def test_a_rule_that_places_nothing_is_refused(shard: dict[str, P], message: str
         leaves(state(w=torch.ones(4, 6), n=torch.ones(2, dtype=torch.int64)), shard)
 
 
+def test_leaves_that_mirror_one_another_may_have_a_rule_each_of_the_same_p() -> None:
+    two = {"critic": {"w": torch.ones(4, 6)}, "maker": {"w": torch.ones(4, 6)}}
+    found = leaves(two, {"critic/w": P(None, "tp"), "maker/w": P(None, "tp")})
+    assert found["critic/w"].local_shape == found["maker/w"].local_shape == (4, 3)
+    with pytest.raises(fzero.SpecError, match=r"'maker/w' places no leaf.* give both the same P"):
+        leaves(two, {"critic/w": P(None, "tp"), "maker/w": P("tp", None)})
+
+
 def test_a_rule_that_cuts_nothing_may_name_a_whole_leaf() -> None:
     assert leaves(state(w=torch.ones(4), n=torch.ones(2, dtype=torch.int64)), {"n": P()})["params/n"].slot is None
 

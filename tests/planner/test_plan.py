@@ -376,3 +376,14 @@ def test_gradients_that_wait_to_be_clipped_may_be_held_by_the_host() -> None:
     found = fzero.plan(given(**base), params, batch, world_size=1, hardware=TOY, memory=(without + with_them) // 2)
     assert found.spec.offload == candidates.ALL
     assert found.peak <= (without + with_them) // 2
+
+
+def test_a_card_with_more_memory_is_no_way_out_of_device_bytes() -> None:
+    """What is pinned stays on every card, so the way out is to leave it open. It fits when it is followed."""
+    spec, batch = given(device_bytes=50_000, mesh={"dp": 1}), torch.empty(4, 64, device="meta")
+    with pytest.raises(NothingFitsError, match="leave device_bytes open") as caught:
+        fzero.plan(spec, layers(2, 64), batch, world_size=1, hardware=TOY, most=2)
+    way = caught.value.alternatives[-1]
+    found = fzero.plan(given(mesh={"dp": 1}), layers(2, 64), batch, world_size=1, hardware=TOY, most=2)
+    assert way.words == "leave device_bytes open"
+    assert 50_000 < way.row.peak <= found.memory

@@ -86,6 +86,7 @@ ACCELERATE = table(
     keys(PARALLEL, HINT, "cp and sp are not used", cp_backend=Of(TEXT), cp_comm_strategy=Of(TEXT), sp_backend=Of(TEXT),
          sp_seq_length=Of(ANY), sp_seq_length_is_variable=Of(ANY), sp_attn_implementation=Of(TEXT)),
     # --- what fzero does not do
+    keys("", HINT, "of Intel's extension, in older versions", ipex_config=Of(BLOCK)),
     keys("", REFUSED, "fzero is not Megatron-LM", "take the block out", megatron_lm_config=Of(BLOCK)),
     keys("", REFUSED, "fzero computes in no 8 bits", "take the block out, and write bf16", fp8_config=Of(BLOCK)),
     keys("", HINT, "of TPUs, which no type here uses", tpu_name=Of(TEXT), tpu_zone=Of(TEXT),

@@ -253,6 +253,7 @@ PYDANTIC = (ZERO, "fp16", "bf16", "tensor_parallel", "tensorboard", "wandb", "cs
 
 ALIASES = {  # other names of keys, which DeepSpeed takes too; of a block, all keys in it
     "bfloat16": "bf16",
+    "aio.thread_count": "aio.intra_op_parallelism",  # its name in older versions; newer ones ignore it
     "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
     "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
     **{

@@ -149,7 +149,9 @@ class Ledger:
             count = len(self.refusals)
             counted = "one key is in the way" if count == 1 else f"{count} keys are in the way"
             listed = "\n".join(f"  {refusal.text}" for refusal in self.refusals)
-            raise ConfigError(f"{self.where}: {counted}\n{listed}", self.refusals, lines, self.open)
+            refused = {refusal.path for refusal in self.refusals}.difference(self.open)
+            others = [line for line in lines if line.path not in refused]
+            raise ConfigError(f"{self.where}: {counted}\n{listed}", self.refusals, others, self.open)
         return lines
 
     def _settle(self, key: Key, value: Any) -> None:
@@ -218,9 +220,10 @@ def nearest(path: str, table: Iterable[str], *, close: bool = False) -> str:
         return f"Did you mean {prefix + by_distance[0][1]!r}?"
     if close:
         return ""
-    elsewhere = [other for other in table if other.rpartition(".")[2] == name]
+    places = [other for path in table for other in (path, path.rpartition(".")[0])]  # keys, and the blocks around them
+    elsewhere = next((other for other in places if other.rpartition(".")[2] == name), None)
     if elsewhere:
-        return f"Did you mean {elsewhere[0]!r}?"
+        return f"Did you mean {elsewhere!r}?"
     return tree.suggest(name, beside).strip().replace("mean '", f"mean '{prefix}")
 
 

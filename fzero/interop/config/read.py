@@ -43,7 +43,7 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str
     if path.stat().st_size > MOST_BYTES:
         raise ConfigError(f"{path}: has {path.stat().st_size:,} bytes, which no configuration needs")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except UnicodeDecodeError as error:

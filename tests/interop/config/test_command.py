@@ -36,6 +36,19 @@ def test_refusals_are_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--auto lr: needed a key and a value" in capsys.readouterr().err
 
 
+def test_the_table_does_not_say_of_a_refused_key_what_it_became(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_batch_size": "8", "zero_optimization": {"stage": 4}, "gradient_clipping": 0.5}')
+    assert cli.main(["config", str(file)]) == 2
+    table, errors = capsys.readouterr()
+    assert "gradient_clipping  0.5" in table
+    assert "train_batch_size" not in table, "it said off"
+    assert "zero_optimization.stage" not in table, "it said Spec(zero=0)"
+    assert "zero_optimization.stage = 4: needed" in errors
+
+
 def test_values_for_auto(capsys: pytest.CaptureFixture[str]) -> None:
     auto = ["--auto", "train_micro_batch_size_per_gpu=3", "--auto", "communication_data_type=bf16"]
     assert cli.main(["config", str(FILES / "breakdown.json"), "--world", "2", *auto]) == 0

@@ -395,6 +395,10 @@ def test_offload() -> None:
     assert "zero_optimization.offload_optimizer.nvme_path" in both
     found = fields(zero(cpu, nvme))
     assert (found["offload"], found["nvme_path"]) == ("{'optimizer': 'cpu', 'params': 'nvme'}", "'/local_nvme'")
+    assert fields({**zero(nvme), "aio": {"thread_count": 4, "queue_depth": 32}}) == fields(zero(nvme)), "an older name"
+    assert refused({**ROWS, **zero(nvme, aio={"queue_depth": 32})}) == ["zero_optimization.aio"], (
+        "it is not in this block"
+    )
     assert fields(zero(cpu_offload=True))["offload"] == "{'optimizer': 'cpu'}"
     assert fields(zero(cpu_offload=True, cpu_offload_param=True))["offload"] == "{'optimizer': 'cpu', 'params': 'cpu'}"
 

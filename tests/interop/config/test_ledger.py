@@ -118,6 +118,7 @@ def test_suggestions() -> None:
     assert nearest("zero.stge", known) == "Did you mean 'zero.stage'?"
     assert nearest("zero.sbu", known) == "Did you mean 'zero.sub'?"
     assert nearest("stage", known) == "Did you mean 'zero.stage'?"
+    assert nearest("fp16.zero", ["fp16.enabled", "zero.stage"]) == "Did you mean 'zero'?", "a block elsewhere"
     assert nearest("ZERO", known) == "Did you mean 'zero'?"
     assert nearest("rl", known) == "Did you mean 'lr'?"
     assert nearest("nothing_like_it", known) == ""

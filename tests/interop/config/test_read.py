@@ -78,6 +78,13 @@ def test_pasted_files_are_the_plain_ones(pasted: str, plain: str) -> None:
     assert read(FILES / pasted)[1] == read(FILES / plain)[1]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    for name, text in (("a.yaml", "a: 1\nb: 2\n"), ("a.json", '{"a": 1, "b": 2}')):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert read(tmp_path / name)[1] == {"a": 1, "b": 2}
+
+
 def test_what_is_no_configuration_file(tmp_path: Path) -> None:
     for name, content, message in (
         ("list.json", b"[1]", "holds list, but a configuration is a block of keys"),
