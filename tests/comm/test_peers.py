@@ -23,7 +23,6 @@ def two() -> Iterator[list[SharedMemoryPeers]]:
 
 def test_a_source_in_an_arena_is_read_where_it_is(two: list[SharedMemoryPeers]) -> None:
     one, other = two
-    one.timeout_seconds = 3.0
     source = one.allocate(3 * INLINE_BYTES)
     source.fill_(7)
     assert one.place(source[10:]) == (0, 10)
@@ -124,6 +123,14 @@ def test_a_reader_that_has_closed_its_side_reads_no_more(two: list[SharedMemoryP
     other.close()
     one.settle(1, "it")
     assert 1 not in one.readers
+
+
+def test_what_nobody_has_read_is_waited_for(two: list[SharedMemoryPeers]) -> None:
+    one = two[0]
+    one.timeout_seconds = 0.05
+    one.offer(1, one.allocate(2 * INLINE_BYTES), [1])
+    with pytest.raises(PeerError, match="it: rank 0 waited for rank 1, which did not come within 0.05 s"):
+        one.settle(1, "it")
 
 
 def test_an_arena_goes_with_its_last_tensor(two: list[SharedMemoryPeers]) -> None:
