@@ -129,7 +129,7 @@ def test_what_nobody_has_read_is_waited_for(two: list[SharedMemoryPeers]) -> Non
     one = two[0]
     one.timeout_seconds = 0.05
     one.offer(1, one.allocate(2 * INLINE_BYTES), [1])
-    with pytest.raises(PeerError, match="it: rank 0 waited for rank 1, which did not come within 0.05 s"):
+    with pytest.raises(PeerError, match="it: rank 0 waited for rank 1"):
         one.settle(1, "it")
 
 
