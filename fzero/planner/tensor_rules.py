@@ -166,7 +166,7 @@ def proposed_dim(leaf: fx.Node) -> int | None:
     if leaf.meta["val"].dim() != 2:
         return None
     users = list(_read_by(leaf))
-    if any(fx_nodes.op_name(user) == "embedding" for user, _, _ in users):
+    if any(fx_nodes.op_name(user) in ("embedding", "index") for user, _, _ in users):
         return 0
     for product, turned, value in users:
         if flops(product):

@@ -54,6 +54,28 @@ def embedding_dense_backward(
     return aten.embedding_dense_backward.default(grad, own, rows, -1, by_freq)
 
 
+def index(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, indices: list[Tensor]) -> Tensor:
+    """x[i] of the own rows of x; zeros where another rank has the row."""
+    own, inside = _own_row(indices[0], rank, len(x), size)
+    outside = ~inside.reshape(*inside.shape, *[1] * (x.dim() - 1))
+    return aten.index.Tensor(x, [own]).masked_fill(outside, 0)
+
+
+def index_put(
+    comm: AxisComm,
+    rank: int | Tensor,
+    size: int,
+    x: Tensor,
+    indices: list[Tensor],
+    values: Tensor,
+    accumulate: bool,
+) -> Tensor:
+    """The own rows of x, to which values are added at x[i]."""
+    own, inside = _own_row(indices[0], rank, len(x), size)
+    outside = ~inside.reshape(*inside.shape, *[1] * (x.dim() - 1))
+    return aten.index_put.default(x, [own], values.masked_fill(outside, 0), accumulate)
+
+
 def log_softmax(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """The own part of log_softmax over a sharded dim; 16-bit types are summed in float32."""
     wide = x.float() if x.element_size() < 4 else x
@@ -140,12 +162,20 @@ def _own(index: Tensor, rank: int | Tensor, own: int, size: int) -> tuple[Tensor
     return torch.where(inside, local, torch.where(nobodys, index, 0)), inside
 
 
+def _own_row(index: Tensor, rank: int | Tensor, own: int, size: int) -> tuple[Tensor, Tensor]:
+    """The same of an index that may count from the end."""
+    rows = own * size
+    return _own(torch.where((index < 0) & (index >= -rows), index + rows, index), rank, own, size)
+
+
 op_info.fill(
     "local_forms",
     {
         "aten.mean": (mean,),
         "aten.embedding": (embedding,),
         "aten.embedding_dense_backward": (embedding_dense_backward,),
+        **dict.fromkeys(("aten.index", "aten._unsafe_index"), (index,)),
+        **dict.fromkeys(("aten.index_put", "aten._unsafe_index_put"), (index_put,)),
         "aten._log_softmax": (log_softmax,),
         "aten._log_softmax_backward_data": (log_softmax_backward,),
         **dict.fromkeys(("aten.nll_loss_forward", "aten.nll_loss2d_forward"), (nll_loss_forward, nll_loss_mean)),

@@ -572,6 +572,24 @@ def test_ids_that_no_rank_has_are_refused(bad: str) -> None:
         gradients(model, {"tp": 2})
 
 
+@pytest.mark.parametrize("bad", [None, 8, -9])
+def test_rows_are_looked_up_by_an_index(bad: int | None) -> None:
+    """`table[ids]`, as a functional model writes it: a rank has some rows, and ids may count from the end."""
+    ids = torch.tensor([[1, 5, -1], [0, bad or -8, 5]])
+
+    def loss(p: Any, ids: Tensor) -> Tensor:
+        return (torch.tanh(p["w"][ids] @ p["v"]) @ p["w"].t()).square().mean()
+
+    model = Model({"w": drawn(8, 4), "v": drawn(4, 4)}, loss, lambda rank, step: ids, {"w": P("tp")})
+    if bad is not None:
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            gradients(model, {"tp": 2})
+        return
+    for mesh in ({"tp": 2}, {"tp": 4}):
+        agree(model, found := gradients(model, mesh), gradients(model, {"dp": 1}))
+        assert "all_gather" not in {op.kind for op in found[2].program.ops}
+
+
 def test_what_is_rewritten_before_propagation_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     def worse(gm: Any, placed: Any) -> None:
         for node in gm.graph.nodes:

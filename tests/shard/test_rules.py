@@ -153,6 +153,11 @@ def test_megatron() -> None:
     assert "S1, S0 -> P" in texts(aten.mm.default, zeros(4, 6), zeros(6, 8)), "rows"
     assert "P, S1, S0 -> P" in texts(aten.addmm.default, zeros(8), zeros(4, 6), zeros(6, 8)), "the bias is added once"
     assert "S0, R -> P by embedding" in texts(aten.embedding.default, zeros(6, 4), torch.zeros(2, 3, dtype=torch.long))
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    assert "S0, R -> P by index" in texts(aten.index.Tensor, zeros(6, 4), [ids])
+    assert "S0, R, R -> S0 by index_put" in texts(aten.index_put.default, zeros(6, 4), [ids], zeros(2, 3, 4), True)
+    assert not any(" by " in text for text in texts(aten.index.Tensor, zeros(6, 4), [None, ids])), "no first dim"
+    assert not any(" by " in text for text in texts(aten.index_put.default, zeros(6, 4), [ids], zeros(2, 3, 4)))
     assert "S1 -> S1 by log_softmax" in texts(aten._log_softmax.default, zeros(4, 6), 1, False)
 
 

@@ -163,16 +163,18 @@ def nll_back(d: Draw, letters: str) -> tuple[Any, ...]:
 
 
 def index(d: Draw) -> tuple[Tensor, list[Any]]:
-    """One, two side by side, and two with a dim between, where the indexed dims go to the front."""
+    """One, two side by side, and two with a dim between, where the indexed dims go to the front. Some count from the
+    end."""
     x = d.fixed(a=6, b=6, c=6, e=6).x("abce")
     i, j = d.ids("pq", 6), d.ids("q", 6)
+    i = torch.where(i > 3, i - 6, i) if d.random() < 0.5 else i
     ways = [[i], [None, i], [None, i, j], [i, None, j], [None, i, None, j], [i, j]]
     return x, ways[d.turn % len(ways)]
 
 
 def index_put(d: Draw) -> tuple[Any, ...]:
     x, indices = index(d)
-    accumulate = d.turn % 3 > 0
+    accumulate = d.turn % 3 != 1
     if not accumulate:
         indices = [i if i is None else torch.arange(6) for i in indices]
     values = torch.randn(x[tuple(slice(None) if i is None else i for i in indices)].shape, generator=d.generator)

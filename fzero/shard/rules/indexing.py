@@ -1,6 +1,7 @@
 """indexing: ops that pick or write elements by index tensors.
 
 embedding(w, i):       w vd, i ab -> abd      v sharded: a local form, Partial
+index(x, [i]):         x vd, i ab -> abd      as embedding; other indexed dims whole
 index_select(x, 0, i): x vb, i a -> ab        v whole
 gather(x, 1, i):       x av, i ab -> ab       v whole
 """
@@ -79,11 +80,12 @@ def _beside(m: Maker, call: Call, at: int, along: Kind) -> tuple[Dims, Dims]:
 
 
 def indexed(call: Call) -> Factors:
-    """index: `x[:, i, j]`. The indexed dims are whole; the others, and those of the indices, may be sharded."""
+    """index: `x[:, i, j]`. The indexed dims are whole; the others, and those of the indices, may be sharded. Of `x[i]`
+    a rank gives the rows that it has."""
     if _by_masks(call):
         return _all_whole(call)
     m = Maker(call)
-    own, indices, shape = _indices(m, call, FREE)
+    own, indices, shape = _indices(m, call, FREE, SUM, "index")
     return m.factors({"self": own, "indices": indices}, shape)
 
 
@@ -92,7 +94,8 @@ def index_written(call: Call) -> Factors:
     if _by_masks(call):
         return _all_whole(call)
     m = Maker(call)
-    own, indices, shape = _indices(m, call, SUM if call["accumulate"] else WHOLE)
+    added = bool(call["accumulate"])
+    own, indices, shape = _indices(m, call, SUM if added else WHOLE, FREE if added else WHOLE, "index_put")
     values = broadcast(call.shape("values"), shape)
     return m.factors({"self": own, "indices": indices, "values": values}, own, addends=("self",))
 
@@ -105,8 +108,9 @@ def _integer(x: torch.Tensor) -> bool:
     return x.dtype in (torch.int64, torch.int32)
 
 
-def _indices(m: Maker, call: Call, kind: Kind) -> tuple[Dims, list[Dims], Dims]:
-    """The dims of `self`, of each index, and of `self[indices]`.
+def _indices(m: Maker, call: Call, kind: Kind, rows: Kind, local: str) -> tuple[Dims, list[Dims], Dims]:
+    """The dims of `self`, of each index, and of `self[indices]`. kind: of the indices' dims. rows, local: of the first
+    dim, where it alone is indexed.
 
     The dims of the indices, which are broadcast, stand where the first of the indexed dims was; in front if these do
     not lie side by side.
@@ -114,6 +118,7 @@ def _indices(m: Maker, call: Call, kind: Kind) -> tuple[Dims, list[Dims], Dims]:
     given = list(call["indices"])
     at = [d for d, x in enumerate(given) if x is not None]
     own = m.dims(call.shape("self"), but=at)
+    own = (m.dim(call.shape("self")[0], rows, local), *own[1:]) if at == [0] else own
     shapes = [given[d].meta["val"].shape for d in at]
     shared = m.dims(torch.broadcast_shapes(*shapes), kind)
     rest = [d for d in range(len(own)) if d not in at]
