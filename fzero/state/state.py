@@ -153,6 +153,35 @@ class ShardedTensor:
         self.runtime.copies.spoiled(self.leaf.buffer)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)
 
+    def copy_(self, value: torch.Tensor) -> ShardedTensor:
+        """Writes a whole tensor into the state, as a target network or restored weights: each rank its own part.
+
+        value: of the leaf's shape and dtype, on any device, and the same on every rank: no rank sends anything. Raises
+        TreeError for another one, for a leaf that differs by rank and for one on disk; DonatedError. Returns the leaf.
+
+        >>> import fzero
+        >>> spec = fzero.Spec(loss=lambda p, x: (p["w"] * x).sum(), optimizer=fzero.optim.sgd(0.1))
+        >>> state = fzero.init({"w": torch.zeros(2)}, spec)
+        >>> state.params["w"].copy_(torch.tensor([1.0, 2.0])).full().tolist()
+        [1.0, 2.0]
+        """
+        self.life.check(self.path)
+        name, plan, memory = leaf_name("state", self.path), self.runtime.plan, self.runtime.memory
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (self.shape, self.dtype):
+            given = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TreeError(
+                f"{name}.copy_: needed a tensor {list(self.shape)} {self.dtype}, the whole leaf; not {given}"
+            )
+        if self.leaf.per_rank:
+            raise TreeError(f"{name}.copy_: the leaf differs by rank. Write this rank's part: .local.copy_(x)")
+        if self.leaf.buffer in memory and storage.is_on_disk(memory, self.leaf.buffer):
+            raise TreeError(
+                f"{name}.copy_: the leaf lies on disk, which only steps and fzero.load write. Give it to fzero.init"
+            )
+        self.runtime.copies.spoiled(self.leaf.buffer)
+        storage.put(plan, memory, self.leaf, value.detach(), self.runtime.rank)
+        return self
+
     def full(self) -> torch.Tensor:
         """The whole tensor on every rank, a copy. Collective: every rank must call it."""
         return self.runtime.whole([self])[0]
@@ -231,8 +260,8 @@ class State:
         path, *_ = [*changed, *held]
         raise TreeError(
             f"{leaf_name('state', path)} was {'put into' if changed else 'removed from'} the state's tree, which no "
-            "step reads: it uses the memory of the state's own leaves. Write into a leaf's .local, this rank's part, "
-            "as state.params['w'].local.mul_(0.5); or make a new state of full tensors with fzero.init"
+            "step reads: it uses the memory of the state's own leaves. Write into a leaf: a whole tensor, as "
+            "state.params['w'].copy_(x), or this rank's part, as state.params['w'].local.mul_(0.5)"
         )
 
     def become(self, after: State) -> None:

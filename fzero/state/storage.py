@@ -168,6 +168,19 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
     Zeros are there. So the moments of a first state take no memory of the machine until a step writes them, beside the
     user's parameters.
     """
+    put(plan, memory, leaf, value, rank, unless=_is_zero)
+
+
+def put(
+    plan: Plan,
+    memory: Mapping[str, torch.Tensor],
+    leaf: Leaf,
+    value: torch.Tensor,
+    rank: int,
+    unless: Callable[[torch.Tensor], bool] = lambda _: False,
+) -> None:
+    """Copies the rank's part of a whole leaf into its buffer; nothing where another role keeps it. unless: of a part,
+    whether it is there already."""
     if leaf.buffer not in memory:
         return
     assert not is_on_disk(memory, leaf.buffer), "a buffer on disk is filled in a round of `Homes.rounds`"
@@ -175,7 +188,7 @@ def store(plan: Plan, memory: Mapping[str, torch.Tensor], leaf: Leaf, value: tor
     if leaf.slot is not None:
         here, there = piece(plan, leaf, rank)
         target, part = target[here], leaf.layout.own_part(value, plan.mesh, rank).reshape(-1)[there]
-    if not _is_zero(part):
+    if not unless(part):
         target.copy_(part)
 
 

@@ -380,7 +380,7 @@ def test_a_donated_state_is_refused_everywhere_and_the_leaf_is_named() -> None:
 
 def test_what_is_put_into_a_states_tree_is_not_ignored(tmp_path: Path) -> None:
     state = fzero.init(params(), spec())
-    own, parts = state.params["v"], ("state['params/v'] was put into", ".local.mul_(0.5)", "fzero.init")
+    own, parts = state.params["v"], ("state['params/v'] was put into", ".local.mul_(0.5)", ".copy_(x)")
     state.params["v"] = torch.zeros(own.shape)
     said(TreeError, lambda: fzero.step(state, batch()), *parts)
     said(TreeError, lambda: fzero.evaluate(state, batch(), loss), *parts)
