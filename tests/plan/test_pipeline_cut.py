@@ -53,3 +53,4 @@ def test_fewer_layers_than_chunks_are_refused() -> None:
         cut("blocks/1", layers={})
     with pytest.raises(fzero.SpecError, match=r"2 chunks need as many numbered layers.*there are 1: blocks.0"):
         cut("blocks/1", layers={"blocks.0": 4})
+    assert cut("blocks/1", layers={"blocks.0": 4, "blocks.1": 4}).chunk_of == {"blocks.0": 0, "blocks.1": 1}
