@@ -168,7 +168,7 @@ def test_a_handler_that_raises_is_called_once(state: State) -> None:
     for signals, calls in ((1, 1), (2, 1)):
         signal.signal(signal.SIGINT, handler)
         seen.clear()
-        with pytest.raises(ValueError, match="^$"):
+        with pytest.raises(ValueError, match=r"^$"):
             keeps_state(writing)(state, *[interrupt] * signals)
         assert len(seen) == calls
 
