@@ -1,9 +1,9 @@
 """interrupts: Ctrl-C in a step. A state is donated in the middle of it, and somebody must hold what it became.
 
-From the first op of a step on, SIGINT waits for its end. Then the handler of before is called. If it raises, as
-Python's own does, the caller never gets the new state. So the state that was given takes its place: it is the state
-after the step, and can be saved or stepped. A second SIGINT acts at once, for a step that does not end: it makes the
-state unusable if the step had begun to write.
+From the first op of a step on, SIGINT waits for its end, or for its error. Then the handler of before is called. If it
+raises, as Python's own does, the caller never gets the new state. So the state that was given takes its place: it is
+the state after the step, and can be saved or stepped. A second SIGINT acts at once, for a step that does not end: it
+makes the state unusable if the step had begun to write.
 
 No signal falls between the two: handlers run where Python looks for signals, which is after a call and in a loop, and
 not between the last call here and the caller's assignment.
@@ -43,7 +43,7 @@ def keeps_state(step: Step) -> Step:
         except BaseException:  # also one that a handler raised once the new state was made
             if after is not None:
                 state.become(after)
-            held.restore()
+            held.end()
             raise
 
     return keeping  # type: ignore[return-value]
@@ -78,13 +78,15 @@ class _Held:
         try:
             self.before(number, frame)  # type: ignore[operator, misc]
         except BaseException:
+            self.came = False
             self.restore()
             raise
 
     def end(self) -> None:
-        """The step has ended: the handler of before is back, and gets the signal that came."""
+        """The step has ended, or failed: the handler of before is back, and gets the signal that came, once."""
         self.restore()
-        if self.came:
+        came, self.came = self.came, False
+        if came:
             self.before(signal.SIGINT, None)  # type: ignore[operator, misc]
 
     def restore(self) -> None:

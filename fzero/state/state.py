@@ -252,17 +252,21 @@ class State:
     def check_leaves(self) -> None:
         """Raises TreeError if the leaves of `tree` are not the state's own: no step would see what was put there."""
         own = list(self.runtime.plan.leaves)
-        if [getattr(x, "leaf", None) for x in tree.leaves(self.tree)] == own:
+        if [self._own(x) for x in tree.leaves(self.tree)] == own:
             return
         held = {leaf.path: leaf for leaf in own}
         here = zip(*tree.flatten(self.tree)[:2], strict=True)
-        changed = [path for path, x in here if getattr(x, "leaf", 0) is not held.pop(path, None)]
+        changed = [path for path, x in here if (self._own(x) or 0) is not held.pop(path, None)]
         path, *_ = [*changed, *held]
         raise TreeError(
             f"{leaf_name('state', path)} was {'put into' if changed else 'removed from'} the state's tree, which no "
             "step reads: it uses the memory of the state's own leaves. Write into a leaf: a whole tensor, as "
             "state.params['w'].copy_(x), or this rank's part, as state.params['w'].local.mul_(0.5)"
         )
+
+    def _own(self, x: Any) -> Leaf | None:
+        """What a leaf of this state is of its plan; None of all else, as of an equal leaf of another state."""
+        return x.leaf if isinstance(x, ShardedTensor) and x.life is self.life else None
 
     def become(self, after: State) -> None:
         """Makes this donated state the one that it became, which nobody else would hold (`session.interrupts`)."""

@@ -119,7 +119,8 @@ class AbstractMemory:
 
     def _part(self, ref: Ref, buffer: Buffer, content: Content) -> Any:
         key = (ref.start or 0, ref.stop or 0)
-        if key in content.terms:
+        of_nothing = not buffer.numel and ref.shape not in (None, buffer.shape)  # no elements say which part it is
+        if key in content.terms and not of_nothing:
             return content.terms[key]
         whole = content.terms.get((0, buffer.numel))
         if whole is None or ref.shape is None or key[1] > buffer.numel:

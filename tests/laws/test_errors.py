@@ -387,6 +387,8 @@ def test_what_is_put_into_a_states_tree_is_not_ignored(tmp_path: Path) -> None:
     said(TreeError, lambda: fzero.save(state, tmp_path), *parts)
     del state.params["v"]
     said(TreeError, lambda: fzero.step(state, batch()), "state['params/v'] was removed from")
+    state.params["v"] = fzero.init(params(), spec()).params["v"]  # an equal leaf, of other memory
+    said(TreeError, lambda: fzero.step(state, batch()), *parts)
     state.params["v"] = own
     own.local.mul_(0.5)
     half = own.full()

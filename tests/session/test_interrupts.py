@@ -146,6 +146,33 @@ def test_an_error_of_the_step_gives_the_handler_back(state: State) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_signal_that_waits_is_not_lost_where_the_step_fails(state: State) -> None:
+    """Who catches the error and goes on has not seen the signal: the handler of before gets it."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        keeps_state(writing)(state, interrupt, lambda: 1 / 0)  # type: ignore[arg-type]
+    assert isinstance(caught.value.__context__, ZeroDivisionError)
+    seen: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    with pytest.raises(ZeroDivisionError):
+        keeps_state(writing)(state, interrupt, lambda: 1 / 0)  # type: ignore[arg-type]
+    assert seen == [signal.SIGINT]
+
+
+def test_a_handler_that_raises_is_called_once(state: State) -> None:
+    seen: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        seen.append(number)
+        raise ValueError
+
+    for signals, calls in ((1, 1), (2, 1)):
+        signal.signal(signal.SIGINT, handler)
+        seen.clear()
+        with pytest.raises(ValueError, match=r"^$"):
+            keeps_state(writing)(state, *[interrupt] * signals)
+        assert len(seen) == calls
+
+
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("side", ["before", "after"])
 def test_a_signal_while_handlers_change_leaves_none_behind(

@@ -6,10 +6,13 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import cases
 import pytest
 import torch
+from helpers import run
+from torch import Tensor
 
 import fzero
 from fzero.ir.kinds import OPS, OpKind, register
@@ -126,3 +129,16 @@ def test_a_metric_that_another_role_sends_in_another_shape() -> None:
 def test_no_case_is_refused_as_it_is() -> None:
     cases_: list[Case] = [bench(name).case for name in PLACED]
     assert [bench(case.name).refused for case in cases_] == [None] * len(cases_)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_part_of_what_has_no_elements_is_a_part(microbatches: int) -> None:
+    """Extras that a batch has none of: their bounds are those of the whole, in each microbatch."""
+
+    def loss(p: Any, b: Any) -> Tensor:
+        return (b["x"] @ p["w"]).square().mean() + b["extras"].sum() * p["w"].sum()
+
+    w, x = torch.linspace(-1, 1, 6).view(3, 2), torch.linspace(0, 1, 12).view(4, 3)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.5), mesh={"dp": 2}, microbatches=microbatches)
+    found = run(spec, {"w": w}, lambda rank, step: {"x": x, "extras": torch.zeros(4, 0)}, world=2, steps=1)
+    torch.testing.assert_close(found.final["params/w"], w - 0.5 * x.t() @ (x @ w) * 2 / 8)
