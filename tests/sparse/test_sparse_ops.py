@@ -32,16 +32,23 @@ def far(got: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm().clamp(min=1e-9)) for a, b in zip(got, wanted, strict=True))
 
 
+def test_numbers_are_those_of_masked_sdpa() -> None:
+    """Layouts of each kind, grouped heads, documents, padding, edges of windows, and queries without a key."""
+    for seed in range(200):
+        assert_close(drawn(seed))
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**6))
-def test_numbers_are_those_of_masked_sdpa(seed: int) -> None:
-    """Layouts of each kind, grouped heads, documents, padding, edges of windows, and queries without a key."""
-    assert_close(drawn(seed))
+def test_numbers_of_random_draws(seed: int) -> None:
+    """Of 3,000 three passed the bound of the fixed ones, by 1.15, 1.21 and 1.38 times."""
+    assert_close(drawn(seed), floor=2, more=3)
 
 
-def assert_close(call: SparseCall) -> None:
+def assert_close(call: SparseCall, floor: int = 1, more: int = 2) -> None:
+    """floor: times the dtype's bound. more: times the distance of sdpa."""
     wanted = masked(call, torch.float64)
-    bound = max(2 * BOUNDS[torch.float32], 3 * far(masked(call, torch.float32), wanted))  # once in 1,000: half of it
+    bound = max(floor * BOUNDS[torch.float32], more * far(masked(call, torch.float32), wanted))
     assert far(ours(call), wanted) <= bound
 
 
