@@ -34,16 +34,16 @@ def offload_gradients(program: Program, rules: Mapping[str, str]) -> Program:
     none does. The first rule that matches decides. A bucket whose leaves differ stays on the device."""
     if not rules or not any(space != DEVICE for space in rules.values()):
         return program
-    last_loss = last_of_losses(program.ops)
+    end = last_of_losses(program.ops) + 1
     pool: dict[str, fx.GraphModule] = {}
-    ops: list[Op] = []
+    ops: list[Op] = [*program.ops[:end]]
     sums: set[int] = set()
-    for i, op in enumerate(program.ops):
-        parts = _by_bucket(program, op, pool) if i > last_loss else [op]
-        sums |= set(range(len(ops), len(ops) + len(parts))) if i > last_loss and _sums(program, op) else set()
+    for op in program.ops[end:]:
+        parts = _by_bucket(program, op, pool)
+        sums |= set(range(len(ops), len(ops) + len(parts))) if _sums(program, op) else set()
         ops += parts
     names = {ref.name for i in sums for ref in ops[i].writes}
-    movable = {i for i, op in enumerate(ops) if i > last_loss and op.computes and (op.is_flat or i in sums)}
+    movable = {i for i in range(end, len(ops)) if ops[i].computes and (ops[i].is_flat or i in sums)}
     ops, moved = moved_early(ops, movable, lambda op: bool(op.writes) and all(ref.name in names for ref in op.writes))
     if not moved:
         return program
@@ -100,7 +100,7 @@ class _Waiting:
         for name, buffer in self.program.buffers.items():
             space = self._space(buffer)
             late = [i for i, _ in self.reads.get(name, ()) if i > self.last_loss and self.ops[i].is_flat]
-            if space == DEVICE or buffer.kind != "grad" or not late or self.ops[late[0]].transfers:
+            if space == DEVICE or buffer.kind != "grad" or not late:
                 continue
             uses = [i for i, _ in (*self.reads[name], *self.writes[name])] + [self.waits.get(name, -1)]
             last, first = max(i for i in uses if i < late[0]), late[0]

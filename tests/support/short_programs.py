@@ -1,0 +1,41 @@
+"""short_programs: programs of a few lines, written by hand for a pass that looks at no segment, and what it makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fzero
+from fzero.ir.op import Op
+from fzero.ir.program import Program, op_text
+
+RECORDS = ("bucket", "buffer", "metric")
+FACTS = "axis=dp updates=slices gathered=dropped reduced=produced"
+DETAILS = re.compile(r"  (fresh|segment|region|phase|microbatch|op|divisor|flat)=\S+")
+
+
+def written(
+    text: str, *, mesh: str = "dp=2", transport: str = "p2p", segments: Mapping[str, Any] | None = None
+) -> Program:
+    """The program of these lines: its records as in its text, and ops without numbers. Behind `#` stands the reason of
+    an op. Of a bucket FACTS holds what it does not say."""
+    lines = [f"mesh {mesh}", f"transport {transport}"]
+    for line in filter(None, map(str.strip, text.splitlines())):
+        body, _, why = line.partition("  # ")
+        if body.startswith("bucket "):
+            _, name, rest = body.split(" ", 2)
+            body = f"bucket {name} {FACTS} {rest}"
+        ops = not body.startswith(RECORDS)
+        lines.append((f"0 {body}" + (f"  # | {why}" if why else "")) if ops else body)
+    return fzero.parse("\n".join(lines), segments)
+
+
+def shown(ops: Sequence[Op]) -> list[str]:
+    """The ops without the attributes that say how a segment runs."""
+    return [DETAILS.sub("", op_text(op)) for op in ops]
+
+
+def lines(text: str) -> list[str]:
+    """The lines of a text that is written as `shown` gives it."""
+    return [line.strip() for line in text.strip().splitlines()]
