@@ -39,3 +39,9 @@ def shown(ops: Sequence[Op]) -> list[str]:
 def lines(text: str) -> list[str]:
     """The lines of a text that is written as `shown` gives it."""
     return [line.strip() for line in text.strip().splitlines()]
+
+
+def buffer_lines(program: Program) -> dict[str, str]:
+    """The record of each buffer, as the program's text has it."""
+    records = (line for line in str(program).splitlines() if line.startswith("buffer "))
+    return {line.split()[1]: line for line in records}

@@ -1,0 +1,228 @@
+"""place_moves: what is brought when, held how long, and written back when: as text, of small steps.
+
+In `SHARDED` each use gathers a parameter that came from the host for it. In `WHOLE` a rank updates its slice of
+parameters that it holds whole, and gathers them into place. In `AMID` updates of tiles stand between the layers of the
+backward. In `WAITS` a gradient waits on the host. In `WRITTEN` no op reads what
+is held: nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from short_programs import buffer_lines, shown, written
+
+from fzero.ir.program import Program
+from fzero.passes.offload.place_moves import place_moves
+
+TILE = "[0:512:mine:{0}*128]"
+SHARDED = """
+    bucket b length=512 w[0:512:512]
+    buffer p f32[256] param bucket=b sharded=dp space=host
+    buffer mu f32[256] optimizer bucket=b sharded=dp space=disk at=0
+    buffer p.in f32[256] staging bucket=b sharded=dp
+    buffer mu.in f32[256] staging bucket=b sharded=dp
+    buffer full f32[512] gathered bucket=b
+    buffer full.1 f32[512] gathered bucket=b
+    buffer x f32[8] batch
+    buffer h f32[8] activation
+    buffer c f32[] state space=host
+    buffer c.in f32[] staging
+    buffer g f32[256] grad bucket=b sharded=dp
+    move p -> p.in
+    wait p.in
+    move mu -> mu.in
+    wait mu.in
+    move c -> c.in
+    wait c.in
+    all_gather p.in -> full  axis=dp  # for forward
+    wait full
+    run x full[0:512:512] -> h  region=r0  # forward
+    run h -> h  region=r0
+    run h -> h  region=r0
+    all_gather p.in -> full.1  axis=dp  # for backward
+    wait full.1
+    run h full.1[0:512:512] -> g  region=r0  # backward
+    run c.in -> c.in  # count
+""" + "".join(
+    f"update g{t} p.in{t} mu.in{t} c.in -> p.in{t} mu.in{t}  flat=1  # update {n}\n"
+    for n in range(2)
+    for t in [TILE.format(n)]
+) + """
+    move mu.in -> mu
+    wait mu
+    move p.in -> p
+    wait p
+    move c.in -> c
+    wait c
+"""  # fmt: skip
+
+WHOLE = """
+    bucket b length=512 w[0:256:256] v[256:512:256]
+    buffer p f32[512] param bucket=b space=host
+    buffer mu f32[512] optimizer bucket=b space=disk at=0
+    buffer s f32[3] state space=host
+    buffer p.in f32[512] staging bucket=b
+    buffer mu.in f32[512] staging bucket=b
+    buffer s.in f32[3] staging
+    buffer near f32[128] scratch bucket=b
+    buffer x f32[8] batch
+    buffer h f32[8] activation
+    buffer n f32[4] activation
+    buffer g f32[512] grad bucket=b
+    move p -> p.in
+    wait p.in
+    move mu -> mu.in
+    wait mu.in
+    move s -> s.in
+    wait s.in
+    run x p.in[0:256:256] -> h  region=r0  # lower
+    run h p.in[256:512:256] -> h  region=r0  # upper
+    run h s.in -> h  region=r0
+    run h -> g  region=r0
+    run g -> n[0:1:] n[1:3:2]
+    update g[0:512:mine:0*64] p.in[0:512:mine:0*64] mu.in[0:512:mine:0*64] n[0:1:] n[1:3:2] -> p.in[0:512:mine:0*64] mu.in[0:512:mine:0*64]  flat=1
+    update g[0:512:mine:1*64] p.in[0:512:mine:1*64] mu.in[0:512:mine:1*64] n[0:1:] n[1:3:2] -> p.in[0:512:mine:1*64] mu.in[0:512:mine:1*64]  flat=1
+    all_gather p.in -> near  axis=dp_out  # whole
+    wait near
+    all_gather near -> p.in  axis=dp  # whole
+    wait p.in
+    move mu.in -> mu
+    wait mu
+    move p.in -> p
+    wait p
+"""
+
+
+def _updates(layer: int) -> str:
+    """Four tiles of a layer's update, with codes of moments of which 64 share a scale."""
+    return "".join(
+        f"update g{layer}{t} mu{layer}.in{t} sc{layer}.in{t} -> p{layer}{t} mu{layer}.in{t} sc{layer}.in{t}  flat=1  # u{layer}.{n}\n"
+        for n in range(4)
+        for t in [f"[0:512:mine:{n}*64]"]
+    )
+
+
+def _per_layer(text: str) -> str:
+    return "".join(text.format(n) for n in range(3))
+
+
+AMID = (
+    _per_layer("""
+    bucket b{0} length=512 w{0}[0:512:512]
+    buffer p{0} f32[256] param bucket=b{0} sharded=dp
+    buffer g{0} f32[256] grad bucket=b{0} sharded=dp
+    buffer mu{0} f32[256] optimizer bucket=b{0} sharded=dp space=host
+    buffer mu{0}.in f32[256] staging bucket=b{0} sharded=dp
+    buffer sc{0} f32[4] optimizer bucket=b{0} sharded=dp per=64 space=host
+    buffer sc{0}.in f32[4] staging bucket=b{0} sharded=dp per=64
+    """)
+    + """
+    buffer x f32[8] batch
+    buffer h f32[8] activation
+    buffer w f32[4] state space=host
+    buffer w.in f32[4] staging
+    buffer lent f32[4] activation lent=w
+    move w -> w.in
+    wait w.in
+    """
+    + _per_layer("move mu{0} -> mu{0}.in\n wait mu{0}.in\n move sc{0} -> sc{0}.in\n wait sc{0}.in\n")
+    + "run w.in[0:2:2] -> lent  # for role 1\n run x -> h  region=r0\n run h w.in -> h  region=r0\n"
+    + "".join(f"run h -> g{n} h  region=r0\n" + _updates(n) for n in (2, 1, 0))
+    + "run h -> h  # the end\n run h w.in[0:2:2] -> h  # late\n run w.in[2:4:flat] -> h  # again\n"
+    + _per_layer("move mu{0}.in -> mu{0}\n wait mu{0}\n move sc{0}.in -> sc{0}\n wait sc{0}\n")
+)  # fmt: skip
+PLAIN = re.sub(r" sc\d\S*", "", re.sub(r"(move|wait|buffer) sc.*", "", AMID))
+ON_DISK = PLAIN.replace("sharded=dp space=host", "sharded=dp space=disk at=0")
+WAITS = """
+    bucket b length=256 w[0:256:256]
+    buffer p f32[128] param bucket=b sharded=dp space=host
+    buffer p.in f32[128] staging bucket=b sharded=dp
+    buffer g f32[128] grad bucket=b sharded=dp
+    buffer g.kept f32[128] grad bucket=b sharded=dp space=host
+    buffer g.in f32[128] staging bucket=b sharded=dp
+    buffer r f32[128] grad bucket=b sharded=dp
+    buffer n f32[4] activation
+    buffer x f32[8] batch
+    move p -> p.in
+    wait p.in
+    run x -> g r  region=r0
+    move g -> g.kept
+    wait g.kept
+    run x -> n  region=r0
+    run r[0:256:mine] -> r[0:256:mine]  flat=1  # on the device
+    run x -> n
+    run n -> n
+    move g.kept -> g.in
+    wait g.in
+    update g.in[0:256:mine] n[1:3:flat] p.in[0:256:mine] -> p.in[0:256:mine]  flat=1  # first
+    update r[0:256:mine] n[1:3:flat] p.in[0:256:mine] -> p.in[0:256:mine]  flat=1  # second
+    update r[0:256:mine] p.in[0:256:mine] -> p.in[0:256:mine]  flat=1  # third
+    run n -> n
+    update r[0:128:mine] n[1:3:flat] p.in[0:128:mine] -> p.in[0:128:mine]  flat=1  # fourth
+    move p.in -> p
+    wait p
+"""
+WRITTEN = """
+    bucket b length=256 w[0:256:256]
+    buffer p f32[256] param bucket=b space=host
+    buffer p.in f32[256] staging bucket=b
+    buffer c f32[4] state space=host
+    buffer c.in f32[4] staging
+    buffer own f32[128] scratch bucket=b sharded=dp
+    buffer x f32[8] batch
+    move p -> p.in
+    wait p.in
+    move c -> c.in
+    wait c.in
+    run x -> own c.in
+    run x -> own
+    all_gather own -> p.in  axis=dp
+    wait p.in
+    move p.in -> p
+    wait p
+    move c.in -> c
+    wait c
+"""
+UNTILED = re.sub(r"(?m)^    update .*1\*64.*$", "    run x -> h\n    run x -> h\n    run x -> h", WHOLE).replace(":0*64", "")
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sharded": (SHARDED, "p2p", {}),
+    "sharded_far_ahead": (SHARDED, "p2p", {"ahead": 3}),
+    "sharded_cuda": (SHARDED, "nccl", {"tile_bytes": 128}),
+    "sharded_on_host": (SHARDED, "nccl", {"on_host": True}),
+    "amid": (AMID, "p2p", {"tile_bytes": 128}),
+    "amid_plain": (PLAIN, "p2p", {"tile_bytes": 64}),
+    "amid_far_ahead": (PLAIN, "p2p", {"ahead": 2, "tile_bytes": 64}),
+    "amid_in_time": (PLAIN, "p2p", {"ahead": 0}),
+    "amid_cuda": (ON_DISK, "nccl", {"tile_bytes": 64}),
+    "waits": (WAITS, "p2p", {}),
+    "waits_on_host": (WAITS, "p2p", {"on_host": True}),
+    "written": (WRITTEN, "p2p", {}),
+    "whole": (WHOLE, "p2p", {}),
+    "whole_on_host": (WHOLE, "nccl", {"on_host": True, "ahead": 2}),
+    "whole_untiled": (UNTILED, "p2p", {}),
+}
+
+
+def step(text: str, transport: str) -> Program:
+    return written(text, mesh="dp_out=2 dp=2" if "dp_out" in text else "dp=2", transport=transport)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str, golden: Callable[[str, str], None]) -> None:
+    """The copies that there are, and each op, with the reason of a move."""
+    text, transport, options = CASES[case]
+    before = step(text, transport)
+    done = place_moves(before, **options)
+    copies = [line for name, line in buffer_lines(done).items() if name not in before.buffers]
+    why = [f"  # {op.why}" if op.moves else "" for op in done.ops]
+    ops = [line + reason for line, reason in zip(shown(done.ops), why, strict=True)]
+    golden(f"place_moves/short_{case}", "\n".join([*copies, *ops]) + "\n")
+
+
+def test_a_program_without_copies_of_what_is_held_elsewhere_is_itself() -> None:
+    program = step(SHARDED.partition("    move")[0] + "run x -> h", "p2p")
+    assert place_moves(program) is program
