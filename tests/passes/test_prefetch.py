@@ -1,0 +1,122 @@
+"""prefetch: how far ahead a gather starts, and what holds it back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from short_programs import shown, written
+
+import fzero
+from fzero.ir.liveness import gathered_bytes
+from fzero.ir.program import Level, Program
+from fzero.passes.prefetch import prefetch
+
+TEXT = "".join(
+    f"bucket b{n} length=64 w{n}[0:64:64]\n"
+    f"buffer p{n} f32[32] param bucket=b{n} sharded=dp\n"
+    f"buffer f{n} f32[64] gathered bucket=b{n}\n"
+    for n in range(4)
+) + """
+    buffer h f32[8] activation
+    buffer m f32[64] scratch bucket=b0
+    run h -> h
+    all_gather p0 -> f0  axis=dp
+    wait f0
+    run f0 -> h
+    all_gather p1 -> f1  axis=dp
+    wait f1
+    run f1 -> h
+    all_gather p2 -> f2  axis=dp
+    wait f2
+    run f2 f1 -> h
+    all_gather p0 -> m  axis=dp
+    wait m
+    update m -> p3
+    all_gather p3 -> f3  axis=dp
+    wait f3
+    run f3 -> h  # last
+"""  # fmt: skip
+ONE = 64 * 4  # bytes of one that is gathered
+
+
+def starts(text: str = TEXT, *options: int | None) -> list[str]:
+    """The gathers and the runs, in order, by what they bring and what they read."""
+    program = prefetch(written(text), *options)
+    return [line.split()[3] if "gather" in line else line.split()[1] for line in shown(program.ops)
+            if "wait" not in line]  # fmt: skip
+
+
+def test_a_gather_passes_as_many_runs_as_the_depth() -> None:
+    """Not a write to its source; and none that fills what is no parameter's moves at all."""
+    assert starts(TEXT, 0) == ["h", "f0", "f0", "f1", "f1", "f2", "f2", "m", "m", "f3", "f3"]
+    assert starts() == ["f0", "h", "f1", "f0", "f2", "f1", "f2", "m", "m", "f3", "f3"]
+    assert starts(TEXT, 2) == ["f0", "f1", "h", "f2", "f0", "f1", "f2", "m", "m", "f3", "f3"]
+    assert starts(TEXT, 9) == ["f0", "f1", "f2", "h", "f0", "f1", "f2", "m", "m", "f3", "f3"]
+    assert [line for line in shown(prefetch(written(TEXT)).ops) if "wait" in line] == [
+        line for line in shown(written(TEXT).ops) if "wait" in line
+    ]
+
+
+def test_the_programs_cap_is_what_this_depth_needs() -> None:
+    """From its start to its last use a gathered buffer counts."""
+    for depth, held in ((0, 2), (1, 2), (2, 3), (9, 3)):
+        done = prefetch(written(TEXT), depth)
+        assert done.gather_cap_bytes == held * ONE, depth
+        assert done.level == Level.CAPPED
+    assert prefetch(written("buffer h f32[8] activation\nrun h -> h")).gather_cap_bytes == 0
+
+
+def test_a_gather_starts_only_where_there_is_room_for_it() -> None:
+    assert starts(TEXT, 9, 2 * ONE) == ["f0", "f1", "h", "f0", "f2", "f1", "f2", "m", "m", "f3", "f3"]
+    assert prefetch(written(TEXT), 9, 2 * ONE).gather_cap_bytes == 2 * ONE
+    assert starts(TEXT, 9, 3 * ONE) == starts(TEXT, 9)
+    assert starts(TEXT, 9, 3 * ONE - 1) == starts(TEXT, 9, 2 * ONE)
+
+
+def test_a_cap_below_what_one_run_needs_is_refused() -> None:
+    with pytest.raises(fzero.SpecError, match=rf"gather_bytes={2 * ONE - 1} is less.*The smallest cap is {2 * ONE}"):
+        prefetch(written(TEXT), 1, 2 * ONE - 1)
+
+
+def test_soft_bytes_hold_back_early_starts_and_refuse_nothing() -> None:
+    assert starts(TEXT, 9, None, 1) == starts(TEXT, 9, 2 * ONE)
+    assert prefetch(written(TEXT), 9, None, 1).gather_cap_bytes == 2 * ONE
+    assert prefetch(written(TEXT), 9, None, 5 * ONE).gather_cap_bytes == 5 * ONE
+    assert prefetch(written(TEXT), 9, 3 * ONE, 5 * ONE).gather_cap_bytes == 3 * ONE
+    assert prefetch(written(TEXT), 9, 5 * ONE, 1).gather_cap_bytes == 2 * ONE
+
+
+def drawn(numbers: random.Random, layers: int = 6) -> Program:
+    """Layers of different sizes, of which some runs use two."""
+    sizes = [32 * numbers.randint(1, 4) for _ in range(layers)]
+    records = "".join(
+        f"bucket b{n} length={size} w{n}[0:{size}:{size}]\n"
+        f"buffer p{n} f32[{size // 2}] param bucket=b{n} sharded=dp\nbuffer f{n} f32[{size}] gathered bucket=b{n}\n"
+        for n, size in enumerate(sizes)
+    )
+    ops = "".join(
+        f"all_gather p{n} -> f{n}  axis=dp\nwait f{n}\nrun f{n} f{max(n - numbers.randint(0, 2), 0)} -> h\n"
+        for n in range(layers)
+    )
+    return written(records + "buffer h f32[8] activation\nrun h -> h\n" + ops)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_gather_starts_as_early_as_depth_and_cap_allow(seed: int) -> None:
+    """No gather of the result could start one run earlier."""
+    numbers = random.Random(seed)
+    before, depth = drawn(numbers), numbers.randint(1, 3)
+    least, most = (prefetch(before, deep).gather_cap_bytes for deep in (0, depth))
+    cap = numbers.randint(least, most)
+    done = prefetch(before, depth, cap)
+    assert max(gathered_bytes(done.ops, done.buffers)) <= cap
+    for at, op in enumerate(done.ops):
+        runs = [i for i, each in enumerate(done.ops[:at]) if each.is_run]
+        users = (i for i, each in enumerate(done.ops) if each.is_run and op.target in {ref.name for ref in each.reads})
+        first = next(users, at)
+        passed = sum(each.is_run for each in done.ops[at:first])
+        if op.gathers and runs and passed < depth:
+            ops = [*done.ops[: runs[-1]], op, *done.ops[runs[-1] : at], *done.ops[at + 1 :]]
+            assert max(gathered_bytes(replace(done, ops=tuple(ops)).ops, done.buffers)) > cap, op

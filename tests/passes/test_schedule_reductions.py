@@ -1,0 +1,163 @@
+"""schedule_reductions: where a reduction starts, and where it is waited for."""
+
+from __future__ import annotations
+
+import pytest
+from short_programs import lines, shown, written
+
+from fzero.ir.program import Program
+from fzero.passes.schedule_reductions import schedule_reductions
+
+BUFFERS = "".join(
+    f"""
+    bucket {name} length=64 w{name}[0:64:64]
+    buffer g:{name} f32[64] grad bucket={name}
+    buffer g2:{name} f32[64] grad bucket={name}
+    buffer r:{name} f32[32] grad bucket={name} sharded=dp
+    buffer o:{name} f32[32] grad bucket={name} sharded=dp
+    buffer p:{name} f32[32] param bucket={name} sharded=dp
+    """
+    for name in "abc"
+) + """
+    buffer h f32[8] activation
+    buffer n f32[1] activation
+    buffer m f32[1] activation
+"""  # fmt: skip
+STEP = """
+    run h -> g:a  region=r0
+    run h -> g:b[0:32:32]  region=r0
+    run h -> g:b[32:64:32]  region=r0
+    run h -> g:c  region=r0
+    all_reduce_small n -> m  axis=dp
+    wait m
+    reduce_scatter g:a -> r:a  axis=dp
+    wait r:a
+    reduce_scatter g:b -> r:b  axis=dp
+    wait r:b
+    reduce_scatter g:c -> r:c  axis=dp
+    wait r:c
+    run r:a r:b r:c m -> p:a  phase=outer
+"""
+
+
+def scheduled(text: str, *, overlap: bool = True, end: str = "", mesh: str = "dp=2") -> list[str]:
+    """The ops of a step. end: the buckets that are reduced at the end."""
+    records = BUFFERS
+    for name in end:
+        records = records.replace(f"bucket {name} length=64", f"bucket {name} length=64 reduced=end")
+    program: Program = written(records + text, mesh=mesh)
+    return shown(schedule_reductions(program, overlap).ops)
+
+
+def test_a_reduction_starts_when_its_bucket_is_complete_and_is_waited_for_behind_the_next_segment() -> None:
+    assert scheduled(STEP) == lines(
+        """
+        run h -> g:a
+        reduce_scatter g:a -> r:a  axis=dp
+        run h -> g:b[0:32:32]
+        wait r:a
+        run h -> g:b[32:64:32]
+        reduce_scatter g:b -> r:b  axis=dp
+        run h -> g:c
+        reduce_scatter g:c -> r:c  axis=dp
+        wait r:c
+        wait r:b
+        all_reduce_small n -> m  axis=dp
+        wait m
+        run r:a r:b r:c m -> p:a
+        """
+    )
+
+
+def test_without_overlap_it_is_waited_for_at_once() -> None:
+    assert scheduled(STEP, overlap=False)[:3] == ["run h -> g:a", "reduce_scatter g:a -> r:a  axis=dp", "wait r:a"]
+
+
+def test_what_the_next_segment_reads_is_waited_for_at_once() -> None:
+    text = STEP.replace("run h -> g:b[0:32:32]", "run r:a -> g:b[0:32:32]")
+    text = text.replace("run h -> g:a  region=r0", "run h -> g:a  region=r0\n reduce_scatter g:a -> r:a  axis=dp\n wait r:a")
+    text = text.replace("    reduce_scatter g:a -> r:a  axis=dp\n    wait r:a\n", "")
+    assert scheduled(text)[1:4] == ["reduce_scatter g:a -> r:a  axis=dp", "wait r:a", "run r:a -> g:b[0:32:32]"]
+
+
+def test_those_at_the_end_overlap_one_another() -> None:
+    assert scheduled(STEP, end="abc")[4:] == lines(
+        """
+        all_reduce_small n -> m  axis=dp
+        wait m
+        reduce_scatter g:a -> r:a  axis=dp
+        reduce_scatter g:b -> r:b  axis=dp
+        wait r:a
+        reduce_scatter g:c -> r:c  axis=dp
+        wait r:b
+        wait r:c
+        run r:a r:b r:c m -> p:a
+        """
+    )
+    apart = scheduled(STEP, end="abc", overlap=False)
+    assert apart[-4:-1] == ["wait r:b", "reduce_scatter g:c -> r:c  axis=dp", "wait r:c"]
+    mixed = scheduled(STEP, end="ac")
+    assert mixed[-5:-1] == lines("reduce_scatter g:a -> r:a  axis=dp\nreduce_scatter g:c -> r:c  axis=dp\nwait r:a\nwait r:c")
+
+
+def test_the_sum_over_a_further_axis_waits_for_the_first() -> None:
+    """What it sums up is what the one before brings; nothing else follows from its order."""
+    text = STEP.replace("wait r:a", "wait r:a\n all_reduce r:a -> o:a  axis=dp_out\n wait o:a")
+    done = scheduled(text, end="abc", mesh="dp_out=2 dp=2")
+    assert done[6:10] == lines(
+        "reduce_scatter g:a -> r:a  axis=dp\nwait r:a\nall_reduce r:a -> o:a  axis=dp_out\nreduce_scatter g:b -> r:b  axis=dp"
+    )
+    early = scheduled(text, mesh="dp_out=2 dp=2")
+    assert early[1:4] == ["reduce_scatter g:a -> r:a  axis=dp", "run h -> g:b[0:32:32]", "wait r:a"]
+    assert early.index("all_reduce r:a -> o:a  axis=dp_out") > early.index("wait m"), "it stays where it was"
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_to_all", "all_reduce"])
+def test_every_kind_that_brings_gradients_together_moves(kind: str) -> None:
+    assert f"{kind} g:a -> r:a  axis=dp" == scheduled(STEP.replace("reduce_scatter g:a", f"{kind} g:a"))[1]
+
+
+def test_a_sum_over_microbatches_follows_its_last_term() -> None:
+    """Elementwise work of no phase comes right behind what it needs; other work of the step stays."""
+    text = """
+        run h -> g:a  region=r0
+        run h -> g2:a  region=r0
+        run h -> g2:b  region=r0
+        run h -> g:b  region=r0
+        run g:a g2:a -> g:a  flat=1
+        run g:b g2:b -> g:b  flat=1
+        run g:a -> h  flat=1  phase=outer
+        run g:b -> h
+        reduce_scatter g:a -> r:a  axis=dp
+        wait r:a
+    """
+    assert scheduled(text) == lines(
+        """
+        run h -> g:a
+        run h -> g2:a
+        run g:a g2:a -> g:a
+        reduce_scatter g:a -> r:a  axis=dp
+        run h -> g2:b
+        wait r:a
+        run h -> g:b
+        run g:b g2:b -> g:b
+        run g:a -> h
+        run g:b -> h
+        """
+    )
+
+
+def test_sums_that_follow_one_another_keep_their_order() -> None:
+    text = """
+        run h -> g:a  region=r0
+        run h -> g2:a  region=r0
+        run h -> g2:b  region=r0
+        run g:a g2:a -> g:a  flat=1
+        run g:a g2:a -> o:a  flat=1
+        run g2:a -> o:b  flat=1
+    """
+    assert scheduled(text)[2:] == lines(
+        "run g:a g2:a -> g:a\nrun g:a g2:a -> o:a\nrun g2:a -> o:b\nrun h -> g2:b"
+    )
+    nothing = "run h -> g:a  region=r0\nrun -> g:b  flat=1"
+    assert scheduled(nothing) == ["run  -> g:b", "run h -> g:a"], "what needs nothing comes first"
