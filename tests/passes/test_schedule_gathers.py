@@ -21,6 +21,7 @@ TEXT = """
     wait full:b
     all_gather p:a -> m  axis=dp
     wait m
+    run h -> h
     run full:a[0:64:64] -> h  # first
     run full:a[0:64:64] m -> h  # second
     run full:b -> h  # third
@@ -35,6 +36,7 @@ def test_neighbours_share_a_gather_and_uses_apart_have_their_own() -> None:
         """
         all_gather p:a -> m  axis=dp
         wait m
+        run h -> h
         all_gather p:a -> full:a.0  axis=dp
         wait full:a.0
         run full:a.0[0:64:64] -> h

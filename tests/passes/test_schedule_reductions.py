@@ -69,6 +69,20 @@ def test_a_reduction_starts_when_its_bucket_is_complete_and_is_waited_for_behind
     )
 
 
+def test_a_wait_comes_before_the_next_start() -> None:
+    """However the reductions follow one another in the step."""
+    text = """
+        run h -> g:a  region=r0
+        run h -> g:b  region=r0
+        run h -> g:c  region=r0
+        reduce_scatter g:b -> r:b  axis=dp
+        wait r:b
+        reduce_scatter g:a -> r:a  axis=dp
+        wait r:a
+    """
+    assert scheduled(text)[2:6] == lines("run h -> g:b\nwait r:a\nreduce_scatter g:b -> r:b  axis=dp\nrun h -> g:c")
+
+
 def test_without_overlap_it_is_waited_for_at_once() -> None:
     assert scheduled(STEP, overlap=False)[:3] == ["run h -> g:a", "reduce_scatter g:a -> r:a  axis=dp", "wait r:a"]
 
@@ -94,6 +108,8 @@ def test_those_at_the_end_overlap_one_another() -> None:
         run r:a r:b r:c m -> p:a
         """
     )
+    last = STEP.partition("    run r:a")[0]
+    assert scheduled(last, end="abc")[-4:] == scheduled(STEP, end="abc")[-5:-1]
     apart = scheduled(STEP, end="abc", overlap=False)
     assert apart[-4:-1] == ["wait r:b", "reduce_scatter g:c -> r:c  axis=dp", "wait r:c"]
     mixed = scheduled(STEP, end="ac")
