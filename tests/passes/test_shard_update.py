@@ -1,0 +1,101 @@
+"""shard_update: the work of an update as slices of buckets, whole leaves, sums and gathers; as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cases
+import pytest
+import torch
+from passed import upto, without_lines
+from short_programs import buffer_lines, lines, shown, written
+from torch import Tensor
+
+import fzero
+from fzero.ir.op import StepPhase
+from fzero.ir.program import Program, op_text
+from fzero.passes.shard_update import _without_unread
+
+
+def normed(state: Any, x: Tensor) -> Any:
+    """An update that needs the norm of a leaf before it, reads a new leaf whole, and shows both."""
+    params = state["params"]
+    value, g = fzero.value_and_grad(cases.layers_loss)(params, x)
+    first = params["first"] - 0.1 * g["first"] / g["first"].norm()
+    z = (params["z"] - 0.1 * g["z"]) * (1 + first.max())
+    layers = fzero.tree.map(lambda p, d: p - 0.1 * d, params["layers"], g["layers"])
+    total = sum(d.double().square().sum() for d in fzero.tree.flatten(g)[1])
+    return {"params": {"first": first, "layers": layers, "z": z}}, {"loss": value, "norm": total, "most": z.abs().sum()}
+
+
+def product(p: Any, x: Tensor) -> Tensor:
+    return (torch.tanh(x @ p["a"] @ p["b"]) @ p["c"] + p["d"]).mean()
+
+
+def matrices() -> Any:
+    """Two of these matrices lie whole in a slice, and one is cut."""
+    return {n: torch.empty(shape, device="meta") for n, shape in zip("abcd", ((8, 24), (24, 8), (8, 24), (24,)), strict=True)}
+
+
+MUON = fzero.optim.muon(0.1, others=fzero.optim.sgd(0.1))
+CASES: dict[str, dict[str, Any]] = {
+    "matrices": {"optimizer": MUON, "loss": product, "zero": 3},
+    "matrices_kept_whole": {"optimizer": MUON, "loss": product, "zero": 1},
+    "matrices_on_every_rank": {"optimizer": MUON, "loss": product, "zero": 0},
+    "blocks": {"optimizer": fzero.optim.adamw8bit(1e-3), "zero": 2},
+    "two_chains": {"optimizer": fzero.optim.adamw(1e-3, mask="**/w"), "zero": 3, "clip_norm": 1.0},
+    "of_the_users": {"step": normed, "zero": 1},
+}
+
+
+def sharded(case: str) -> Program:
+    layers = cases.layers(width=16, depth=2)
+    if case == "of_the_users":
+        given, batch = {"params": layers}, cases.batch()
+        return fzero.lower(fzero.Spec(**CASES[case]), given, batch, world_size=2).after("shard_update")
+    return upto("shard_update", cases.naive(2, matrices() if "matrices" in case else layers, **CASES[case]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str, golden: Callable[[str, str], None]) -> None:
+    """The ops behind the loss, and the columns that they fill."""
+    program = sharded(case)
+    outer = [i for i, op in enumerate(program.ops) if op.phase is StepPhase.OUTER]
+    ops = [f"{op_text(op)}  # {op.why}" for op in program.ops[outer[0] :] if not op.in_region]
+    records = [line for line in buffer_lines(program).values() if " scratch" in line or " activation" in line]
+    golden(f"shard_update/{case}", without_lines("\n".join([*records, *ops])) + "\n")
+
+
+def test_a_gather_that_another_one_makes_again_before_anybody_reads_the_column_whole_is_dropped() -> None:
+    text = """
+        bucket b length=64 w[0:64:64]
+        buffer p f32[64] param bucket=b
+        buffer q f32[64] param bucket=b
+        buffer h f32[8] activation
+        run h -> p[0:64:mine]
+        all_gather p -> p  axis=dp
+        wait p
+        all_gather q -> q  axis=dp
+        wait q
+        run h p[0:64:mine] -> p[0:64:mine]
+        run h q -> h
+        all_gather p -> p  axis=dp
+        wait p
+        all_gather q -> q  axis=dp
+        wait q
+        run p -> h
+    """
+    wanted = """
+        run h -> p[0:64:mine]
+        all_gather q -> q  axis=dp
+        wait q
+        run h p[0:64:mine] -> p[0:64:mine]
+        run h q -> h
+        all_gather p -> p  axis=dp
+        wait p
+        all_gather q -> q  axis=dp
+        wait q
+        run p -> h
+    """
+    assert shown(_without_unread(list(written(text).ops))) == lines(wanted)
