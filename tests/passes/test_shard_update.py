@@ -33,8 +33,14 @@ def product(p: Any, x: Tensor) -> Tensor:
     return (torch.tanh(x @ p["a"] @ p["b"]) @ p["c"] + p["d"]).mean()
 
 
-def matrices() -> Any:
-    """Two of these matrices lie whole in a slice, and one is cut."""
+def one_product(p: Any, x: Tensor) -> Tensor:
+    return (x @ p["a"]).square().mean()
+
+
+def matrices(case: str) -> Any:
+    """Each of three matrices lies whole in a slice. One alone is cut."""
+    if case == "matrix_that_is_cut":
+        return {"a": torch.empty(8, 24, device="meta")}
     return {n: torch.empty(shape, device="meta") for n, shape in zip("abcd", ((8, 24), (24, 8), (8, 24), (24,)), strict=True)}
 
 
@@ -43,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "matrices": {"optimizer": MUON, "loss": product, "zero": 3},
     "matrices_kept_whole": {"optimizer": MUON, "loss": product, "zero": 1},
     "matrices_on_every_rank": {"optimizer": MUON, "loss": product, "zero": 0},
+    "matrix_that_is_cut": {"optimizer": MUON, "loss": one_product, "zero": 2},
     "blocks": {"optimizer": fzero.optim.adamw8bit(1e-3), "zero": 2},
     "two_chains": {"optimizer": fzero.optim.adamw(1e-3, mask="**/w"), "zero": 3, "clip_norm": 1.0},
     "of_the_users": {"step": normed, "zero": 1},
@@ -54,7 +61,7 @@ def sharded(case: str) -> Program:
     if case == "of_the_users":
         given, batch = {"params": layers}, cases.batch()
         return fzero.lower(fzero.Spec(**CASES[case]), given, batch, world_size=2).after("shard_update")
-    return upto("shard_update", cases.naive(2, matrices() if "matrices" in case else layers, **CASES[case]))
+    return upto("shard_update", cases.naive(2, matrices(case) if "matri" in case else layers, **CASES[case]))
 
 
 @pytest.mark.parametrize("case", CASES)
