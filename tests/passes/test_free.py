@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cases
 from short_programs import lines, shown, written
 
 from fzero.ir.program import Level
@@ -61,3 +62,12 @@ def test_what_the_host_used_last_lingers_for_some_runs() -> None:
         assert done[-2] == "run p -> a"
         assert done[-1] in ("free a d e",) or sorted(done[-1].split()[1:]) == ["a", "d", "e"]
     assert "free c" in shown(free(written(TEXT), 9).ops)[5:6], "a transfer's source does not"
+
+
+def test_everything_but_state_and_metrics_is_freed() -> None:
+    program = cases.lowered(microbatches=2, clip_norm=1.0).program
+    freed = {r.name for op in program.ops if op.is_free for r in op.reads}
+    kept = {n for n in program.buffers if n not in freed}
+    assert kept == {
+        n for n, b in program.buffers.items() if b.kind in ("param", "optimizer", "state", "batch", "metric")
+    }

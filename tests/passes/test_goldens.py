@@ -1,4 +1,9 @@
-"""Each pass by its effect, as text a person can read (tests/golden/<pass>/); and what all of them make of a program."""
+"""Each pass by its effect, as text a person can read (tests/golden/<pass>/); and what all of them make of a program.
+
+For small steps: `accumulate`, `cast_before_gather`, `narrow`, `recompute`, `segment`, `share`, `rematerialise_views`,
+`shard_update` with `outer_run`, `write_in_place`, `size_workspaces`. By its role's program: `assign_roles`, `by_role`,
+`chunks`, `split_backward`. Off the device: `place_moves`, `tile_updates`.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import cases
 import pytest
 from short_programs import shown, written
 
@@ -120,3 +121,42 @@ def test_each_gather_starts_as_early_as_depth_and_cap_allow(seed: int) -> None:
         if op.gathers and runs and passed < depth:
             ops = [*done.ops[: runs[-1]], op, *done.ops[runs[-1] : at], *done.ops[at + 1 :]]
             assert max(gathered_bytes(replace(done, ops=tuple(ops)).ops, done.buffers)) > cap, op
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.sampled(2)
+def test_gathered_bytes_stay_under_the_cap_and_more_depth_needs_more(depth: int) -> None:
+    program = cases.lowered(params=cases.layers(depth=8), prefetch=depth).program
+    held = max(gathered_bytes(program.ops, program.buffers))
+    layer = program.buckets["layers.0"].length * 4
+    assert held <= program.gather_cap_bytes
+    assert held <= (depth + 1) * layer + sum(
+        b.length * 4 for n, b in program.buckets.items() if not n.startswith("layers")
+    )
+    if depth:
+        assert held > layer
+
+
+def test_a_cap_holds_back_the_prefetch_and_one_too_small_is_refused() -> None:
+    wide = cases.lowered(params=cases.layers(depth=4), prefetch=3).program
+    least = cases.lowered(params=cases.layers(depth=4), prefetch=0).program.gather_cap_bytes
+    capped = cases.lowered(params=cases.layers(depth=4), prefetch=3, gather_bytes=least).program
+    assert max(gathered_bytes(capped.ops, capped.buffers)) <= least < max(gathered_bytes(wide.ops, wide.buffers))
+    with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
+        cases.lowered(params=cases.layers(depth=4), gather_bytes=least - 1)
+
+
+def test_bytes_to_which_gathers_start_early_are_never_too_few() -> None:
+    """1 byte is the smallest cap; a cap that is smaller stays one, and is still refused where it is too small."""
+    params = cases.layers(depth=4)
+    none, wide = (cases.lowered(params=params, prefetch=depth).program for depth in (0, 3))
+    least = none.gather_cap_bytes
+    capped = cases.lowered(params=params, prefetch=3, gather_bytes=least).program
+    assert list(cases.lowered(params=params, prefetch=3, prefetch_bytes=1).program.ops) == list(capped.ops)
+    enough = cases.lowered(params=params, prefetch=3, prefetch_bytes=wide.gather_cap_bytes).program
+    assert list(enough.ops) == list(wide.ops)
+    assert (
+        cases.lowered(params=params, prefetch=3, prefetch_bytes=1, gather_bytes=least).program.gather_cap_bytes == least
+    )
+    with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
+        cases.lowered(params=params, prefetch_bytes=1, gather_bytes=least - 1)

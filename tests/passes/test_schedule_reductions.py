@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+import cases
 import pytest
 from short_programs import lines, shown, written
 
@@ -89,7 +92,9 @@ def test_without_overlap_it_is_waited_for_at_once() -> None:
 
 def test_what_the_next_segment_reads_is_waited_for_at_once() -> None:
     text = STEP.replace("run h -> g:b[0:32:32]", "run r:a -> g:b[0:32:32]")
-    text = text.replace("run h -> g:a  region=r0", "run h -> g:a  region=r0\n reduce_scatter g:a -> r:a  axis=dp\n wait r:a")
+    text = text.replace(
+        "run h -> g:a  region=r0", "run h -> g:a  region=r0\n reduce_scatter g:a -> r:a  axis=dp\n wait r:a"
+    )
     text = text.replace("    reduce_scatter g:a -> r:a  axis=dp\n    wait r:a\n", "")
     assert scheduled(text)[1:4] == ["reduce_scatter g:a -> r:a  axis=dp", "wait r:a", "run r:a -> g:b[0:32:32]"]
 
@@ -113,16 +118,17 @@ def test_those_at_the_end_overlap_one_another() -> None:
     apart = scheduled(STEP, end="abc", overlap=False)
     assert apart[-4:-1] == ["wait r:b", "reduce_scatter g:c -> r:c  axis=dp", "wait r:c"]
     mixed = scheduled(STEP, end="ac")
-    assert mixed[-5:-1] == lines("reduce_scatter g:a -> r:a  axis=dp\nreduce_scatter g:c -> r:c  axis=dp\nwait r:a\nwait r:c")
+    assert mixed[-5:-1] == lines(
+        "reduce_scatter g:a -> r:a  axis=dp\nreduce_scatter g:c -> r:c  axis=dp\nwait r:a\nwait r:c"
+    )
 
 
 def test_the_sum_over_a_further_axis_waits_for_the_first() -> None:
     """What it sums up is what the one before brings; nothing else follows from its order."""
     text = STEP.replace("wait r:a", "wait r:a\n all_reduce r:a -> o:a  axis=dp_out\n wait o:a")
     done = scheduled(text, end="abc", mesh="dp_out=2 dp=2")
-    assert done[6:10] == lines(
-        "reduce_scatter g:a -> r:a  axis=dp\nwait r:a\nall_reduce r:a -> o:a  axis=dp_out\nreduce_scatter g:b -> r:b  axis=dp"
-    )
+    first, following = (f"reduce_scatter g:{name} -> r:{name}  axis=dp" for name in "ab")
+    assert done[6:10] == [first, "wait r:a", "all_reduce r:a -> o:a  axis=dp_out", following]
     early = scheduled(text, mesh="dp_out=2 dp=2")
     assert early[1:4] == ["reduce_scatter g:a -> r:a  axis=dp", "run h -> g:b[0:32:32]", "wait r:a"]
     assert early.index("all_reduce r:a -> o:a  axis=dp_out") > early.index("wait m"), "it stays where it was"
@@ -172,8 +178,40 @@ def test_sums_that_follow_one_another_keep_their_order() -> None:
         run g:a g2:a -> o:a  flat=1
         run g2:a -> o:b  flat=1
     """
-    assert scheduled(text)[2:] == lines(
-        "run g:a g2:a -> g:a\nrun g:a g2:a -> o:a\nrun g2:a -> o:b\nrun h -> g2:b"
-    )
+    assert scheduled(text)[2:] == lines("run g:a g2:a -> g:a\nrun g:a g2:a -> o:a\nrun g2:a -> o:b\nrun h -> g2:b")
     nothing = "run h -> g:a  region=r0\nrun -> g:b  flat=1"
     assert scheduled(nothing) == ["run  -> g:b", "run h -> g:a"], "what needs nothing comes first"
+
+
+def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_under_1() -> None:
+    def most_grads(zero: int) -> int:
+        program = cases.lowered(zero=zero, params=cases.layers(depth=6), prefetch=0).program
+        live: set[str] = set()
+        most = 0
+        for op in program.ops:
+            live |= {r.name for r in op.writes if ".grad:layers" in r.name}
+            live -= {r.name for r in op.reads} if op.is_free else set()
+            most = max(most, len(live))
+        return most
+
+    assert most_grads(1) == 6
+    assert most_grads(2) <= 2  # the one being reduced and the one being filled
+
+
+def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
+    program = cases.lowered(zero=2, params=cases.layers(depth=6)).program
+    started: dict[str, int] = {}
+    segments_run = list(accumulate(op.in_region for op in program.ops))
+    for i, op in enumerate(program.ops):
+        if op.reduces:
+            started[op.writes[0].name] = segments_run[i]
+        if op.is_wait and op.reads[0].name in started:
+            assert segments_run[i] - started[op.reads[0].name] <= 1, op
+
+
+def test_no_overlap_waits_where_it_starts() -> None:
+    ops = cases.lowered(overlap=False, params=cases.layers(depth=3)).program.ops
+    for i, op in enumerate(ops):
+        if op.is_collective:
+            assert ops[i + 1].is_wait
+            assert ops[i + 1].reads[0].name == op.writes[0].name

@@ -41,7 +41,10 @@ def matrices(case: str) -> Any:
     """Each of three matrices lies whole in a slice. One alone is cut."""
     if case == "matrix_that_is_cut":
         return {"a": torch.empty(8, 24, device="meta")}
-    return {n: torch.empty(shape, device="meta") for n, shape in zip("abcd", ((8, 24), (24, 8), (8, 24), (24,)), strict=True)}
+    return {
+        n: torch.empty(shape, device="meta")
+        for n, shape in zip("abcd", ((8, 24), (24, 8), (8, 24), (24,)), strict=True)
+    }
 
 
 MUON = fzero.optim.muon(0.1, others=fzero.optim.sgd(0.1))

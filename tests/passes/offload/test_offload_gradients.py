@@ -200,7 +200,10 @@ def test_elementwise_work_at_the_end_that_no_norm_needs_stays_there() -> None:
     """It comes no earlier, and what it alone reads does not wait for anybody."""
     got = ops(TEXT.replace("run clip p:b", "run p:b"))
     assert got[-4] == "run p:b[0:64:mine] g:b[0:64:mine] -> new:b[0:64:mine]"
-    assert ops(TEXT.replace("run clip p:a", "run p:a"))[-1] == "run p:a[0:256:mine] g:a.in[0:256:mine] -> new:a[0:256:mine]"
+    assert (
+        ops(TEXT.replace("run clip p:a", "run p:a"))[-1]
+        == "run p:a[0:256:mine] g:a.in[0:256:mine] -> new:a[0:256:mine]"
+    )
 
 
 def test_what_is_no_gradient_of_the_ranks_stays() -> None:

@@ -19,6 +19,7 @@ from fzero.ir.program import Program
 from fzero.passes.offload.place_moves import place_moves
 
 TILE = "[0:512:mine:{0}*128]"
+TILES = [f"[0:512:mine:{n}*64]" for n in range(4)]
 SHARDED = """
     bucket b length=512 w[0:512:512]
     buffer p f32[256] param bucket=b sharded=dp space=host
@@ -60,7 +61,8 @@ SHARDED = """
     wait c
 """  # fmt: skip
 
-WHOLE = """
+WHOLE = (
+    """
     bucket b length=512 w[0:256:256] v[256:512:256]
     buffer p f32[512] param bucket=b space=host
     buffer mu f32[512] optimizer bucket=b space=disk at=0
@@ -84,8 +86,9 @@ WHOLE = """
     run h s.in -> h  region=r0
     run h -> g  region=r0
     run g -> n[0:1:] n[1:3:2]
-    update g[0:512:mine:0*64] p.in[0:512:mine:0*64] mu.in[0:512:mine:0*64] n[0:1:] n[1:3:2] -> p.in[0:512:mine:0*64] mu.in[0:512:mine:0*64]  flat=1
-    update g[0:512:mine:1*64] p.in[0:512:mine:1*64] mu.in[0:512:mine:1*64] n[0:1:] n[1:3:2] -> p.in[0:512:mine:1*64] mu.in[0:512:mine:1*64]  flat=1
+"""
+    + "".join(f"update g{t} p.in{t} mu.in{t} n[0:1:] n[1:3:2] -> p.in{t} mu.in{t}  flat=1\n" for t in TILES[:2])
+    + """
     all_gather p.in -> near  axis=dp_out  # whole
     wait near
     all_gather near -> p.in  axis=dp  # whole
@@ -95,14 +98,15 @@ WHOLE = """
     move p.in -> p
     wait p
 """
+)
 
 
 def _updates(layer: int) -> str:
     """Four tiles of a layer's update, with codes of moments of which 64 share a scale."""
+    named = [f"mu{layer}.in{tile} sc{layer}.in{tile}" for tile in TILES]
     return "".join(
-        f"update g{layer}{t} mu{layer}.in{t} sc{layer}.in{t} -> p{layer}{t} mu{layer}.in{t} sc{layer}.in{t}  flat=1  # u{layer}.{n}\n"
-        for n in range(4)
-        for t in [f"[0:512:mine:{n}*64]"]
+        f"update g{layer}{tile} {both} -> p{layer}{tile} {both}  flat=1  # u{layer}.{n}\n"
+        for n, (tile, both) in enumerate(zip(TILES, named, strict=True))
     )
 
 
@@ -187,7 +191,8 @@ WRITTEN = """
     move c.in -> c
     wait c
 """
-UNTILED = re.sub(r"(?m)^    update .*1\*64.*$", "    run x -> h\n    run x -> h\n    run x -> h", WHOLE).replace(":0*64", "")
+THREE_RUNS = "run x -> h\n" * 3
+UNTILED = re.sub(r"(?m)^update .*1\*64.*$", THREE_RUNS, WHOLE).replace(":0*64", "")
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "sharded": (SHARDED, "p2p", {}),
     "sharded_far_ahead": (SHARDED, "p2p", {"ahead": 3}),
