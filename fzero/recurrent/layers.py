@@ -123,8 +123,8 @@ def _direction(
     narrow = kind == "lstm" and x.dtype is torch.float32 and backend.of(x.device).on_host and w[4] is None
     narrow = narrow and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    ys, last, _ = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
-    return ys.clone(), last.clone()  # the backward reads its own: the caller may write into what it gets
+    ys, last = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
+    return ys, last
 
 
 def drop_copies(gm: fx.GraphModule) -> None:
@@ -145,17 +145,17 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kind: str, kernel: str, reverse: bool, keep: bool, *operands: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ys, last, saved = FORWARD(*operands, kernel, reverse, keep)
         ctx.save_for_backward(ys, last, saved, *operands)
         ctx.of = kind, kernel, reverse
-        ctx.mark_non_differentiable(saved)
+        results = ys.clone(), last.clone()  # for the caller, who may write into them
         if kind != "lstm":
-            ctx.mark_non_differentiable(last, saved)
-        return ys, last, saved
+            ctx.mark_non_differentiable(results[1])
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dys: Tensor, dlast: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dys: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         (kind, kernel, reverse), (ys, last, saved, *operands) = ctx.of, ctx.saved_tensors
         if torch.is_grad_enabled():
             return *[None] * 4, *_differentiable(kind, reverse, operands, dys, dlast)
