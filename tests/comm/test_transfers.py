@@ -23,7 +23,6 @@ from hosts import hosts
 from torch import Tensor
 
 from fzero.comm import transfers
-from fzero.comm.by_axis import ByAxis
 from fzero.comm.group import Line
 from fzero.comm.heartbeat import Presence
 from fzero.comm.shared_memory import Shared
@@ -35,6 +34,7 @@ from fzero.ir.records import Ref
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_small", "all_to_all", "all_gather_values")
 PATIENCE = 10.0  # seconds: then a rank waits in vain
+pytestmark = pytest.mark.timeout(60, method="thread")  # where a rank waits without end, so does its thread
 
 
 @dataclass
@@ -200,6 +200,7 @@ def test_messages_meet_by_tag_and_in_order(post: Any, size: int, way: str) -> No
             for number, tag in enumerate((8, 7, 7)):
                 op = make_op("recv", writes=[Ref(f"b{number}")], axis="pp", peer=0, tag=tag)
                 comm.start(f"b{number}", op, [rooms[number]])
+            assert comm.number == 6
             for number in (2, 0, 1):
                 comm.wait(f"b{number}")
         assert not comm.pending
@@ -260,7 +261,51 @@ def test_a_world_of_one_has_no_transfers() -> None:
         with pytest.raises(KeyError):
             call("b")
     assert comm.ready("b")
+    assert (comm.number, dict(comm.sent_bytes)) == (0, {})
     comm.drain()
+
+
+def test_over_messages_and_nccl_a_wait_may_block() -> None:
+    """Each rank has a process of its own: nobody has to ask first."""
+    assert P2P(Line(0, (0, 1))).ready("b")
+    assert Nccl(Line(0, (0, 1)), Presence(0, 2)).ready("b")
+
+
+def test_in_memory_a_transfer_is_ready_once_all_who_send_have_offered_their_part() -> None:
+    ranks = hosts(3)
+    comms = [Shared(host, Line.whole(rank, 3)) for rank, host in enumerate(ranks)]
+    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
+    wholes = [torch.zeros(6000) for _ in ranks]
+    seen = [comms[0].ready("b")]
+    for rank in (0, 2, 1):
+        comms[rank].start("b", op, [torch.full((2000,), float(rank)), wholes[rank]])
+        seen.append(comms[0].ready("b"))
+    assert seen == [True, False, False, True], "nothing was started; then one is missing"
+    for comm in (comms[0], comms[2], comms[1]):
+        comm.wait("b")
+        assert comm.ready("b")
+        assert not comm.presence.waits
+    assert all(whole.unique().tolist() == [0.0, 1.0, 2.0] for whole in wholes)
+    for host in ranks:
+        host.close()
+
+
+def test_a_rank_that_waits_for_its_source_to_be_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = hosts(2)
+    comm, presence = Shared(one, Line.whole(0, 2)), Presence(0, 2)
+    comm.presence = presence
+    source = one.allocate(40_000).view(torch.float32)
+    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
+    comm.start("b", op, [source, torch.zeros(20_000)])
+    seen: list[Any] = []
+    monkeypatch.setattr(one, "settle", lambda number, label: seen.append((number, label, presence.waits)))
+    comm.settle("b")
+    assert seen == [(16, "reading of the source of b", True)]
+    assert not presence.waits
+    comm.settle("b")
+    assert len(seen) == 1
+    for host in (one, other):
+        host.close()
 
 
 # --- NCCL, by a stand-in for its calls --------------------------------------------------------------------------------
@@ -305,42 +350,3 @@ def test_nccl_sends_messages_of_a_number(post: Any) -> None:
     assert comm.number == 2
     comm.drain()
     assert post[0, 0, 1, 4, 1].get(timeout=1).tolist() == [1.0, 1.0]
-
-
-# --- several axes -----------------------------------------------------------------------------------------------------
-
-
-class Noted:
-    """A comm that notes its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.number, self.there = 3, True
-
-    def start(self, name: str, op: Op, tensors: list[Tensor]) -> None:
-        self.calls.append(("start", name))
-
-    def ready(self, name: str) -> bool:
-        return self.there
-
-    def __getattr__(self, call: str) -> Any:
-        return lambda *given: self.calls.append((call, *given))
-
-
-def test_a_transfer_goes_over_the_axis_of_its_op() -> None:
-    dp, tp = Noted(), Noted()
-    comm = ByAxis({"dp": dp, "tp": tp}, {"dp": 4, "tp": 2})
-    own, whole = torch.zeros(4), torch.zeros(16)
-    assert comm.ready("b")
-    comm.start("b", make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp"), [own, whole])
-    assert (comm.sent_bytes, comm.number) == ({"dp": 3 * 16, "tp": 0}, 6)
-    dp.there = False
-    assert not comm.ready("b")
-    comm.wait("b")
-    comm.start("b", make_op("all_gather", [Ref("a")], [Ref("b")], axis="tp"), [own, whole])
-    comm.settle("b")
-    comm.settle("x")
-    comm.drain()
-    assert dp.calls == [("start", "b"), ("wait", "b"), ("settle", "b"), ("drain",)]
-    assert tp.calls == [("start", "b"), ("settle", "b"), ("drain",)]
-    assert comm.ready("b")
