@@ -271,43 +271,6 @@ def test_over_messages_and_nccl_a_wait_may_block() -> None:
     assert Nccl(Line(0, (0, 1)), Presence(0, 2)).ready("b")
 
 
-def test_in_memory_a_transfer_is_ready_once_all_who_send_have_offered_their_part() -> None:
-    ranks = hosts(3)
-    comms = [Shared(host, Line.whole(rank, 3)) for rank, host in enumerate(ranks)]
-    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
-    wholes = [torch.zeros(6000) for _ in ranks]
-    seen = [comms[0].ready("b")]
-    for rank in (0, 2, 1):
-        comms[rank].start("b", op, [torch.full((2000,), float(rank)), wholes[rank]])
-        seen.append(comms[0].ready("b"))
-    assert seen == [True, False, False, True], "nothing was started; then one is missing"
-    for comm in (comms[0], comms[2], comms[1]):
-        comm.wait("b")
-        assert comm.ready("b")
-        assert not comm.presence.waits
-    assert all(whole.unique().tolist() == [0.0, 1.0, 2.0] for whole in wholes)
-    for host in ranks:
-        host.close()
-
-
-def test_a_rank_that_waits_for_its_source_to_be_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = hosts(2)
-    comm, presence = Shared(one, Line.whole(0, 2)), Presence(0, 2)
-    comm.presence = presence
-    source = one.allocate(40_000).view(torch.float32)
-    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
-    comm.start("b", op, [source, torch.zeros(20_000)])
-    seen: list[Any] = []
-    monkeypatch.setattr(one, "settle", lambda number, label: seen.append((number, label, presence.waits)))
-    comm.settle("b")
-    assert seen == [(16, "reading of the source of b", True)]
-    assert not presence.waits
-    comm.settle("b")
-    assert len(seen) == 1
-    for host in (one, other):
-        host.close()
-
-
 # --- NCCL, by a stand-in for its calls --------------------------------------------------------------------------------
 
 
