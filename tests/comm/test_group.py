@@ -62,6 +62,12 @@ def test_every_rank_makes_the_groups_of_all_lines_and_waits_in_its_own(made: lis
     assert joined == [*own.values()], "a wait there is one of this presence"
 
 
+def test_the_line_of_one_rank() -> None:
+    assert Line() == Line.whole(0, 1) == Line(0, (0,), None, None)
+    assert Line().size == 1
+    assert Line.whole(2, 3) == Line(2, (0, 1, 2))
+
+
 def test_an_axis_of_all_ranks_needs_no_group_of_its_own(made: list[Group]) -> None:
     found = lines(Mesh((("dp", 3),)), 1, torch.device("cpu"), heartbeat.Presence(1, 3))
     assert found == {"dp": Line(1, (0, 1, 2), None, None)} == {"dp": Line.whole(1, 3)}

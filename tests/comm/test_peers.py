@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -113,8 +113,14 @@ def test_a_rank_that_does_not_come_is_named(two: list[SharedMemoryPeers], how: s
     with pytest.raises(PeerError, match=f"^it: {said}"):
         other.take(1, 0, torch.zeros(1), "it")
     assert time.monotonic() - began < 10
-    with pytest.raises(PeerError, match="rank 1 shares no memory any more: it: rank 1 waited for rank 0"):
-        other.offer(2, torch.zeros(1), [0])
+    closed = "rank 1 shares no memory any more: it: rank 1 waited for rank 0"
+    calls: list[Callable[[], object]] = [
+        lambda: other.offer(2, torch.zeros(1), [0]), lambda: other.take(2, 0, torch.zeros(1), "another"),
+        lambda: other.expect(2, 0, torch.zeros(1)), lambda: other.settle(2, "another"), lambda: other.allocate(1),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(PeerError, match=closed):
+            call()
     if how not in ("stopped", "halted"):
         return
     with pytest.raises(PeerError, match="which closed its side"):

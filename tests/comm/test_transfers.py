@@ -311,5 +311,7 @@ def test_nccl_sends_messages_of_a_number(post: Any) -> None:
     comm = Nccl(Line(0, (0, 1), Group(0, 2)), Presence(0, 2))
     comm.start("a", make_op("send", [Ref("a")], axis="pp", peer=1, tag=4), [torch.ones(2)])
     assert comm.number == 2
+    assert [*comm.pending] == ["a"]
     comm.drain()
+    assert not comm.pending
     assert post[0, 0, 1, 4, 1].get(timeout=1).tolist() == [1.0, 1.0]
