@@ -56,11 +56,11 @@ def fake_of_form(
     like: FakeTensor, shares: bool, shape: Sequence[int], stride: Sequence[int], offset: int, dtype: torch.dtype,
     device: torch.device,
 ) -> FakeTensor:  # fmt: skip
-    """A fake tensor of this form and of `like`'s mode; a view of `like` if it shares its memory. Past all modes
-    (`in_kernel_invocation_manager`: 2.11.0, 2.13.0)."""
+    """A fake tensor of this form and of `like`'s mode; a view of `like`, from whose own offset it counts, if it shares
+    its memory. Past all modes (`in_kernel_invocation_manager`: 2.11.0, 2.13.0)."""
     with in_kernel_invocation_manager(like.fake_mode):
         if shares:
-            made = torch.ops.aten.as_strided.default(like, shape, stride, offset)
+            made = torch.ops.aten.as_strided.default(like, shape, stride, like.storage_offset() + offset)
         else:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return FakeTensor(like.fake_mode, made, device)

@@ -37,6 +37,7 @@ from fzero.capture.refuse import NoExchange, Refused, attribute, check_graph, ex
 from fzero.capture.watch import Watch
 from fzero.ir import as_strided, fx_nodes
 from fzero.ir.recorder import record
+from fzero.recurrent import layers
 
 aten = torch.ops.aten
 
@@ -75,6 +76,7 @@ def trace(
     purified(gm)
     if any(fx_nodes.mutated(node) for node in gm.graph.nodes):
         gm = functionalised(tracing, gm, inputs)
+    layers.drop_copies(gm)
     return as_strided.rebased(gm)
 
 

@@ -117,8 +117,11 @@ class Watch(TorchDispatchMode):
     def _noted(self, func: Any) -> str:
         """The line of the op that was traced, kept for its backward."""
         line = self.line()
-        if self.phase() is None and backward_number() is None and torch.is_grad_enabled():
-            self.tracing.lines[forward_number()] = line
+        if self.phase() is None and backward_number() is None:
+            if torch.is_grad_enabled():
+                self.tracing.lines[forward_number()] = line
+            else:  # of a node whose forward is Python: an autograd.Function
+                self.tracing.lines.setdefault(forward_number(), line)
         if func.namespace not in ("aten", "fzero"):
             self.tracing.lines[str(func)] = line
         return line

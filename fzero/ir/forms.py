@@ -36,7 +36,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`op(*args, **kwargs)` on fake tensors, whose mode is on."""
     rule, operands = fake_rule(op), list[FakeTensor]()
     kind = _results(op)
-    key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands)
+    key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands, op is aten.as_strided.default)
     if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):
         return rule(*args, **kwargs)
     key = (op, key, torch.get_default_dtype())
@@ -89,16 +89,18 @@ def _shares(op: OpOverload) -> bool:
     return op is aten._unsafe_view.default or any(r.alias_info is not None for r in op._schema.returns)
 
 
-def _key(value: Any, operands: list[FakeTensor]) -> Any:
-    """What the form of a result depends on. Fake tensors are added to `operands`."""
+def _key(value: Any, operands: list[FakeTensor], by_offset: bool) -> Any:
+    """What the form of a result depends on. Fake tensors are added to `operands`. Where an operand begins in its memory
+    says no more than where a view of it does; but for an op that is told where (`by_offset`)."""
     kind = type(value)
     if kind is FakeTensor:
         if not _is_plain(value):
             return _NEVER
         operands.append(value)
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
+        offset = value.storage_offset() if by_offset else 0
+        return tuple(value.shape), value.stride(), offset, value.dtype, value.fake_device
     if kind in (tuple, list):
-        parts = [_key(x, operands) for x in value]
+        parts = [_key(x, operands, by_offset) for x in value]
         return _NEVER if _NEVER in parts else (kind, *parts)
     return (kind, value) if kind in _STATIC else _NEVER
 
@@ -112,8 +114,8 @@ def _is_plain(x: Any) -> bool:
 def _forms(
     operands: Sequence[FakeTensor], results: Sequence[Any], shares: bool
 ) -> list[tuple[Any, ...]] | None:  # fmt: skip
-    """(whether it lies in the first operand's memory, shape, strides, offset, dtype, device) of each result. None where
-    that does not say what it is."""
+    """(whether it lies in the first operand's memory, shape, strides, offset, dtype, device) of each result; the offset
+    from the first operand's own. None where that does not say what it is."""
     if any(not _is_plain(x) or any(x is y for y in operands) for x in results):
         return None
     first, taken = operands[0], {_memory(x) for x in operands}
@@ -121,7 +123,8 @@ def _forms(
         if (_memory(x) != _memory(first) or x.dtype is not first.dtype) if shares else _memory(x) in taken:
             return None
         taken.add(_memory(x))
-    return [(shares, tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.fake_device) for x in results]
+    own = first.storage_offset() if shares else 0
+    return [(shares, tuple(x.shape), x.stride(), x.storage_offset() - own, x.dtype, x.fake_device) for x in results]
 
 
 def _memory(x: FakeTensor) -> int:

@@ -8,15 +8,17 @@ autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero import backend
 from fzero._torch_compat import by_decompositions, in_functorch
+from fzero.ir import fx_nodes
 from fzero.recurrent.recurrent_ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
@@ -121,8 +123,20 @@ def _direction(
     narrow = kind == "lstm" and x.dtype is torch.float32 and backend.of(x.device).on_host and w[4] is None
     narrow = narrow and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    ys, last, _ = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
+    ys, last = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
     return ys, last
+
+
+def drop_copies(gm: fx.GraphModule) -> None:
+    """The copies of layers' results are the results themselves in a graph that writes nothing. In place."""
+    for node in list(gm.graph.nodes):
+        if node.target is torch.ops.aten.clone.default and _is_result(fx_nodes.operand(node)):
+            node.replace_all_uses_with(fx_nodes.operand(node))
+            gm.graph.erase_node(node)
+
+
+def _is_result(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is FORWARD
 
 
 class _Layer(torch.autograd.Function):
@@ -131,17 +145,17 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, kind: str, kernel: str, reverse: bool, keep: bool, *operands: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         ys, last, saved = FORWARD(*operands, kernel, reverse, keep)
         ctx.save_for_backward(ys, last, saved, *operands)
         ctx.of = kind, kernel, reverse
-        ctx.mark_non_differentiable(saved)
+        results = ys.clone(), last.clone()  # for the caller, who may write into them
         if kind != "lstm":
-            ctx.mark_non_differentiable(last, saved)
-        return ys, last, saved
+            ctx.mark_non_differentiable(results[1])
+        return results
 
     @staticmethod
-    def backward(ctx: Any, dys: Tensor, dlast: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dys: Tensor, dlast: Tensor) -> tuple[Any, ...]:
         (kind, kernel, reverse), (ys, last, saved, *operands) = ctx.of, ctx.saved_tensors
         if torch.is_grad_enabled():
             return *[None] * 4, *_differentiable(kind, reverse, operands, dys, dlast)

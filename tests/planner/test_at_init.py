@@ -65,6 +65,16 @@ def test_it_is_what_a_plan_says_and_a_resume_takes_it(tmp_path: Path) -> None:
     assert resumed.bucket_bytes == made.bucket_bytes
 
 
+@pytest.mark.parametrize("pipeline", [fzero.Pipeline("interleaved", chunks=2), "zb-v"])
+def test_the_schedule_of_a_pipeline_travels(pipeline: Any) -> None:
+    made = spec(mesh={"pp": 2, "dp": 1}, zero=0, microbatches=4, pipeline=pipeline)
+    told = json.loads(json.dumps(chosen_of(made.but(planned=["mesh", "zero", "microbatches", "pipeline"]))))
+    taken = with_chosen(spec(), told, "the plan of rank 0")
+    whole = {"layers": [{"w": torch.empty(32, 32, device="meta")} for _ in range(4)]}
+    own, other = (fzero.lower(one, whole, BATCH, world_size=2) for one in (made, taken))
+    assert str(own) == str(other)
+
+
 def two_ranks(folder: str) -> Any:
     state = planned_init()
     data = torch.ones(8 // state.runtime.plan.mesh.data_ranks, 32)  # type: ignore[attr-defined]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import run
 from torch import Tensor, nn
 
 import fzero
-from fzero import P, optim
+from fzero import P, optim, tree
 from fzero._torch_compat import allocations
 from fzero.capture import trace_step
 from fzero.interop import from_module
@@ -110,6 +111,31 @@ def region(loss: Any, params: Any, x: Any) -> torch.fx.Graph:
         return state, {"loss": fzero.value_and_grad(loss)(state, batch)[0]}
 
     return trace_step.capture(step, params, x, axis="dp").regions[0].gm.graph
+
+
+@pytest.mark.parametrize("name", [*MODULES, "cell"])
+def test_results_may_be_written_into(name: str) -> None:
+    """As in eager PyTorch: what a layer returns is the caller's, whatever its backward reads."""
+    torch.manual_seed(0)
+    module = nn.LSTMCell(WIDTH, HIDDEN) if name == "cell" else MODULES[name](WIDTH, HIDDEN, num_layers=2)
+    params, buffers, apply = from_module(module.double())
+    x = torch.randn(*(() if name == "cell" else (STEPS,)), ROWS, WIDTH, dtype=torch.float64)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        values = apply(p, buffers, x)
+        out, states = values[0], values[1:] if name == "cell" or not isinstance(values[1], tuple) else values[1]
+        F.silu(out, inplace=True)
+        states[-1].mul_(2.0).add_(out.sum())
+        return sum((v.sin() * (i + 1)).square().sum() for i, v in enumerate((out, *states)))  # type: ignore[return-value]
+
+    own = tree.map(lambda w: w.detach().clone().requires_grad_(), params)
+    value, (paths, leaves, _) = loss(own, x), tree.flatten(own)
+    wanted = dict(zip(paths, torch.autograd.grad(value, leaves), strict=True))
+    found, grads = captured(loss, params, x)
+    torch.testing.assert_close(found, value.detach())
+    torch.testing.assert_close(grads, wanted)
+    program = str(fzero.lower(fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), zero=0), params, x, world_size=1))
+    assert "clone" not in program
 
 
 def test_lines_are_the_users() -> None:
