@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -275,3 +276,11 @@ def test_arenas_are_pages_of_their_own_and_places_are_within_them(two: list[Shar
     with pytest.raises(PeerError, match="rank 0 shares no memory any more: it was closed"):
         one.allocate(1)
     assert first.fill_(3)[-1] == 3, "tensors stay, for this rank alone"
+
+
+def test_a_sleep_is_as_long_as_asked_for(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time that is over is none; poll counts milliseconds."""
+    asked: list[float] = []
+    monkeypatch.setattr(two[0], "polled", SimpleNamespace(poll=lambda ms: asked.append(ms) or []))
+    assert [two[0]._slept(seconds) for seconds in (0.25, -1.0)] == [False, False]
+    assert asked == [250, 0]

@@ -266,6 +266,13 @@ def test_leaves_in_no_bucket_have_buffers_of_their_own() -> None:
     assert [leaf.path for leaf in plan.leaves] == tree.flatten(state)[0]
 
 
+def test_without_options_every_rank_holds_all_of_the_state_on_its_device() -> None:
+    plan, buffer = of({"params": {"w": torch.ones(64)}, "mu": {"w": torch.ones(64)}})
+    assert {(b.sharded, b.space, b.per_rank, b.numel) for b in buffer.values()} == {(None, "device", False, 128)}
+    (row,) = plan.bucket_layouts.values()
+    assert (str(row.params), str(row.rest), row.wire, plan.cut) == ("", "", None, None)
+
+
 def test_a_column_says_of_which_kind_and_entry_it_is() -> None:
     _, buffer = of({"params": {"w": torch.ones(4)}, "opt": {"mu": {"w": torch.ones(4).bfloat16()}}})
     said = {path: (b.kind, b.dtype, b.entry) for path, b in buffer.items()}
