@@ -31,6 +31,7 @@ def rewritten(rewrite: Any, fn: Callable[..., Any], inputs: list[Tensor], placed
     gm = graph_of(fn, *inputs)
     rewrite(gm, placed)
     gm.graph.lint()
+    gm.recompile()
     torch.testing.assert_close(gm(*inputs)[0], fn(*inputs))
     for node in gm.graph.nodes:
         if node.op == "call_function":
