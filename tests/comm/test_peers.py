@@ -279,7 +279,7 @@ def test_arenas_are_pages_of_their_own_and_places_are_within_them(two: list[Shar
 
 
 def test_a_sleep_is_as_long_as_asked_for(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time that is over is none; poll counts milliseconds."""
+    """A time that is over is none, and poll counts milliseconds."""
     asked: list[float] = []
     monkeypatch.setattr(two[0], "polled", SimpleNamespace(poll=lambda ms: asked.append(ms) or []))
     assert [two[0]._slept(seconds) for seconds in (0.25, -1.0)] == [False, False]
