@@ -4,9 +4,9 @@ One thread, because `sum` has other bits on two threads than on one. A golden is
 `tests/golden/<pass>/<case>.txt` that a person can read and edit; `pytest --update-golden` rewrites the files of the
 tests that ran, and without it a missing or different file fails.
 
-With several processes the files of `FIRST` run first, so that no long file begins when the rest of the suite has ended.
-The Makefile gives xdist `--no-loadscope-reorder`, by which xdist keeps that order. One process runs files in the order in
-which they are given.
+With several processes the files of `FIRST` run first, so that no long file begins when the rest of the suite has
+ended. The Makefile gives xdist `--no-loadscope-reorder`, by which xdist keeps that order. One process runs files in the
+order in which they are given.
 
 The garbage collector begins when all tests are collected, and does not walk what there is then: that takes it a second
 each time, and torch, transformers and tests ask for hundreds of collections.
