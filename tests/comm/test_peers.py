@@ -284,3 +284,26 @@ def test_a_sleep_is_as_long_as_asked_for(two: list[SharedMemoryPeers], monkeypat
     monkeypatch.setattr(two[0], "polled", SimpleNamespace(poll=lambda ms: asked.append(ms) or []))
     assert [two[0]._slept(seconds) for seconds in (0.25, -1.0)] == [False, False]
     assert asked == [250, 0]
+
+
+def test_a_block_is_used_again_for_what_just_fits(two: list[SharedMemoryPeers]) -> None:
+    one, other = two
+    for number, size in enumerate((1 << 16, 1 << 16, (1 << 16) - 1, (1 << 16) + 1)):
+        data = torch.ones(size, dtype=torch.uint8)
+        one.offer(number, data, [1])
+        other.take(number, 0, data, "it")
+        other.done(number, 0)
+    assert one.own.count == 2, "one for the first three, a larger one for the last"
+
+
+def test_room_in_a_socket_is_waited_for_as_long_as_for_a_rank(
+    two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    room = SimpleNamespace(register=lambda *given: None, poll=lambda ms: asked.append(ms) or [])
+    monkeypatch.setattr("fzero.comm.peers.select", SimpleNamespace(poll=lambda: room, POLLIN=1, POLLOUT=4))
+    two[0].timeout_seconds = 7.0
+    letter = torch.ones(INLINE_BYTES, dtype=torch.uint8)
+    with pytest.raises(PeerError, match="a full socket"):
+        [two[0].offer(number, letter, [1]) for number in range(5000)]
+    assert asked == [7000.0], "in milliseconds"
