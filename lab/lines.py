@@ -10,8 +10,8 @@ is printed: either a test is missing, or nobody can see what the line does.
 
 Left out are classes of lines that only a reader sees: text, errors, annotations, what is logged as information, which
 step is shown as progress, and what a record's text leaves out. So is a number that has a name at the top of a module
-(`MAX_PROGRAMS = 32`): a threshold, which was chosen, and of which a test could only say the same number; and the length
-of a digest or of a random name.
+(`MAX_PROGRAMS = 32`): a threshold, which was chosen, and of which a test could only say the same number; the length of
+a digest or of a random name; and whether a moment itself is before or after it (`<` or `<=` of a clock's reading).
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # 
 SAID = ("log.info", "log.debug", "progress.now")  # calls that only say something
 UNSEEN = ("strict", "repr", "digest_size")  # arguments: zip's changes no result, field's only a text, a digest's length
 TOKEN = "secrets.token_hex"  # of which the length is a choice too
+CLOCK = re.compile(r"\bmonotonic\(\)|\b(now|began)\b")  # in a comparison: of two moments, which are never the same
+ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 WAITING = 3
 OPTIONS = "doctest_optionflags=ELLIPSIS NORMALIZE_WHITESPACE"
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
@@ -134,6 +136,8 @@ def _only_says(node: ast.AST) -> bool:
 def _changed(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
     """What a node may become; nothing for most."""
     match node:
+        case ast.Compare(ops=[op]) if isinstance(op, ORDER) and CLOCK.search(ast.unparse(node)):
+            return
         case ast.Compare(ops=[op]) if type(op) in OTHER:
             yield _with(node, ops=[OTHER[type(op)]()])
         case ast.BoolOp(op=op) | ast.BinOp(op=op) if type(op) in OTHER:

@@ -4,8 +4,9 @@ One thread, because `sum` has other bits on two threads than on one. A golden is
 `tests/golden/<pass>/<case>.txt` that a person can read and edit; `pytest --update-golden` rewrites the files of the
 tests that ran, and without it a missing or different file fails.
 
-The files of `FIRST` run first, so that no long file begins when the rest of the suite has ended. The Makefile gives
-xdist `--no-loadscope-reorder`, by which xdist keeps that order.
+With several processes the files of `FIRST` run first, so that no long file begins when the rest of the suite has
+ended. The Makefile gives xdist `--no-loadscope-reorder`, by which xdist keeps that order. One process runs files in the
+order in which they are given.
 
 The garbage collector begins when all tests are collected, and does not walk what there is then: that takes it a second
 each time, and torch, transformers and tests ask for hundreds of collections.
@@ -72,8 +73,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if "processes" in config.option.markexpr else ():
         if isinstance(item, pytest.Function) and _starts_processes(item):
             item.add_marker("processes")
-    places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    if hasattr(config, "workerinput"):  # of xdist
+        places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,7 @@ value.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from fzero.errors import CaptureError
 from fzero.ir import as_strided, fx_nodes, fx_values
 from fzero.ir.op_info import of
 from fzero.ir.recorder import record
+from fzero.recurrent.recurrent_ops import FORWARD as LAYER
 
 aten = torch.ops.aten
 _LITERAL = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -77,6 +79,19 @@ def _gives_another(pure: Any, node: fx.Node, value: torch.Tensor) -> bool:
 
 def _types(op: Any) -> list[str]:
     return [str(argument.type) for argument in op._schema.arguments]
+
+
+def without_copies(gm: fx.GraphModule) -> None:
+    """A recurrent layer returns copies, into which the caller may write: in a graph that writes nothing they are what
+    they are copies of. In place."""
+    for node in list(gm.graph.nodes):
+        if node.target is aten.clone.default and _is_of_layer(fx_nodes.operand(node)):
+            node.replace_all_uses_with(fx_nodes.operand(node))
+            gm.graph.erase_node(node)
+
+
+def _is_of_layer(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is LAYER
 
 
 def functionalised(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -31,13 +31,12 @@ from fzero._torch_compat import (
 )
 from fzero.capture import ambient
 from fzero.capture.context import Tracing
-from fzero.capture.functionalise import functionalised, purified
+from fzero.capture.functionalise import functionalised, purified, without_copies
 from fzero.capture.provenance import defined_at, user_line
 from fzero.capture.refuse import NoExchange, Refused, attribute, check_graph, explained
 from fzero.capture.watch import Watch
 from fzero.ir import as_strided, fx_nodes
 from fzero.ir.recorder import record
-from fzero.recurrent import layers
 
 aten = torch.ops.aten
 
@@ -76,7 +75,7 @@ def trace(
     purified(gm)
     if any(fx_nodes.mutated(node) for node in gm.graph.nodes):
         gm = functionalised(tracing, gm, inputs)
-    layers.drop_copies(gm)
+    without_copies(gm)
     return as_strided.rebased(gm)
 
 

@@ -55,16 +55,28 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _asked(
     op: OpOverload, rule: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Sequence[FakeTensor]
 ) -> Any:  # fmt: skip
-    if of(op).fake == "kernel" and _long(operands) and len({(x.fake_device, x.dtype) for x in operands}) == 1:
+    if of(op).fake == "kernel" and kwargs.get("device") is None and _alike(op, operands) and _settled(op, operands):
         with contextlib.suppress(RuntimeError, IndexError, ValueError):  # torch's rule says what is wrong
             result = fake_by_kernel(op, args, kwargs, operands[0])
-            if _long(result if isinstance(result, (list, tuple)) else [result]):
+            if _settled(op, result if isinstance(result, (list, tuple)) else [result]):
                 return result
     return rule(*args, **kwargs)
 
 
-def _long(values: Sequence[torch.Tensor]) -> bool:
-    return all(size > 1 for x in values for size in x.shape)
+def _alike(op: OpOverload, operands: Sequence[FakeTensor]) -> bool:
+    """Whether they lie on one device, and have dtypes by which the kernel for meta tensors has the form of theirs: the
+    statistics of a norm of narrow operands have another dtype on each device."""
+    row, dtypes = of(op), {x.dtype for x in operands}
+    if (row.one_dtype and len(dtypes) > 1) or (row.norm_weight is not None and min(d.itemsize for d in dtypes) < 4):
+        return False
+    return len({x.fake_device for x in operands}) == 1
+
+
+def _settled(op: OpOverload, values: Sequence[torch.Tensor]) -> bool:
+    """Whether nothing is left to a rule's taste: strides of dims of one element say nothing, and rules differ there
+    unless all lies in plain order."""
+    long = all(size > 1 for x in values for size in x.shape)
+    return long or (not _shares(op) and all(x.is_contiguous() for x in values))
 
 
 @functools.cache

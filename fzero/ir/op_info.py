@@ -114,6 +114,7 @@ def _row(op: OpOverload) -> OpInfo:
 
 fill("kernel", KERNELS)
 default("out_form", lambda op, row: "program" if row.pointwise else "")
+default("fake", lambda op, row: "kernel" if row.pointwise and op.namespace == "aten" else "")
 default("fusion", lambda op, row: "loop" if row.pointwise and op.namespace == "aten" else "")
 
 

@@ -41,7 +41,7 @@ class OpInfo:
     How it is traced:
 
     fake: "kept": the forms of its results follow from those of its operands, and are kept; "kernel": moreover its
-        kernel for meta tensors is its shape rule. Pure ops of aten are kept without saying.
+        kernel for meta tensors is its shape rule, as of aten's pointwise ops. Pure ops of aten are kept without saying.
     traced: its trace, given what is known of values, then its operands. one_dtype: it refuses operands of several
         dtypes when it runs, but not on fake tensors. keeps_overlap: its result may overlap itself as its operand does.
     norm_weight: the place of a norm's weight, whose dtype decides that of its statistics.
@@ -173,7 +173,7 @@ ROWS: dict[str, OpInfo] = {
     "aten._unsafe_view": OpInfo(view=True, fake="kernel"),
     **rows("unsafe_split.Tensor unsafe_split_with_sizes", OpInfo(view=True)),
     **rows(
-        "permute select.int slice.Tensor split.Tensor t transpose.int unbind.int unsqueeze view.default",
+        "expand permute select.int slice.Tensor split.Tensor t transpose.int unbind.int unsqueeze view.default",
         OpInfo(fake="kernel"),
     ),
     # products
@@ -184,30 +184,33 @@ ROWS: dict[str, OpInfo] = {
     **rows("widened_mm widened_addmm widened_bmm widened_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("mv addmv convolution", OpInfo(one_dtype=True)),
     # reductions and norms
-    "aten.sum": OpInfo(fusion="loop"),
+    "aten.sum": OpInfo(fusion="loop", fake="kernel"),
     "aten.sum.default": OpInfo(meaning="sum"),
     "aten.sum.dim_IntList": OpInfo(out_form="program"),
-    **rows("all amax amin any mean", OpInfo(fusion="loop", out_form="call")),
-    **rows("argmax argmin cumsum", OpInfo(out_form="call")),
-    **rows("prod var var_mean logsumexp linalg_vector_norm", OpInfo(fusion="loop")),
+    **rows("all amax amin any mean", OpInfo(fusion="loop", out_form="call", fake="kernel")),
+    **rows("argmax argmin cumsum", OpInfo(out_form="call", fake="kernel")),
+    **rows("prod var var_mean logsumexp linalg_vector_norm", OpInfo(fusion="loop", fake="kernel")),
     **rows(
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
-        OpInfo(fusion="loop", out_form="call", overwrites="rows"),
+        OpInfo(fusion="loop", out_form="call", overwrites="rows", fake="kernel"),
     ),
-    "aten.native_layer_norm": OpInfo(fusion="loop", norm_weight=2),
-    **rows("native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward", OpInfo(fusion="loop")),
+    "aten.native_layer_norm": OpInfo(fusion="loop", norm_weight=2, fake="kernel"),
+    "aten.native_layer_norm_backward": OpInfo(fusion="loop", fake="kernel"),
+    **rows("_fused_rms_norm _fused_rms_norm_backward", OpInfo(fusion="loop")),
     **rows(
-        "native_group_norm native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit_functional",
+        "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit_functional",
         OpInfo(norm_weight=1),
     ),
+    "aten.native_group_norm": OpInfo(norm_weight=1, fake="kernel"),
     "fzero.reduce": OpInfo(fake="kept"),
     "fzero.sum_squares": OpInfo(fake="kept", meaning="sum"),
     # pieces, indices, losses
-    **rows("cat stack tril triu", OpInfo(fusion="loop", out_form="call")),
-    **rows("slice_backward select_backward constant_pad_nd embedding", OpInfo(fusion="loop")),
+    **rows("cat stack tril triu", OpInfo(fusion="loop", out_form="call", fake="kernel")),
+    **rows("slice_backward select_backward constant_pad_nd embedding", OpInfo(fusion="loop", fake="kernel")),
     **rows("gather index index_select max_pool2d_with_indices", OpInfo(out_form="call")),
+    **rows("embedding_dense_backward native_group_norm_backward", OpInfo(fake="kernel")),
     **rows("as_strided_scatter diagonal_scatter select_scatter slice_scatter", OpInfo(keeps_overlap=True)),
-    **rows("nll_loss_forward nll_loss_backward", OpInfo(fusion="loop", out_form="call")),
+    **rows("nll_loss_forward nll_loss_backward", OpInfo(fusion="loop", out_form="call", fake="kernel")),
     # layers
     **rows("recurrent recurrent_backward", OpInfo(fake="kept", out_form="call"), "fzero"),
     # their kernels on CUDA copy the lengths to the host, whatever the tags say (2.11.0, 2.13.0)

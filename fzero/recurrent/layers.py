@@ -8,17 +8,15 @@ autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fzero import backend
 from fzero._torch_compat import by_decompositions, in_functorch
-from fzero.ir import fx_nodes
 from fzero.recurrent.recurrent_ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
@@ -125,18 +123,6 @@ def _direction(
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
     ys, last = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
     return ys, last
-
-
-def drop_copies(gm: fx.GraphModule) -> None:
-    """The copies of layers' results are the results themselves in a graph that writes nothing. In place."""
-    for node in list(gm.graph.nodes):
-        if node.target is torch.ops.aten.clone.default and _is_result(fx_nodes.operand(node)):
-            node.replace_all_uses_with(fx_nodes.operand(node))
-            gm.graph.erase_node(node)
-
-
-def _is_result(node: fx.Node) -> bool:
-    return node.target is operator.getitem and node.all_input_nodes[0].target is FORWARD
 
 
 class _Layer(torch.autograd.Function):

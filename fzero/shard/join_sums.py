@@ -18,7 +18,8 @@ PRODUCTS = {aten.mm.default: 1, aten.bmm.default: 1}  # where the weight stands
 
 def join_sums(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
     """`((x + q) + k) + v` of which q, k and v are sums over ranks becomes `x + ((q + k) + v)`: one sum is taken instead
-    of three. So it is in the backward of a layer whose input is its residual too (BERT). In place."""
+    of three. So it is in the backward of a layer whose input is its residual too (BERT). In place: of the graph alone,
+    of which its caller makes a module."""
     place = dict(zip(fx_nodes.placeholders(gm.graph), placed, strict=True))
     inner: set[fx.Node] = set()
     for node in reversed(list(gm.graph.nodes)):
@@ -33,7 +34,6 @@ def join_sums(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
             total = _added(gm.graph, [_added(gm.graph, rest, node), _added(gm.graph, sums, node)], node)
         node.replace_all_uses_with(total)
     fx_nodes.drop_dead(gm.graph)
-    gm.recompile()
 
 
 def is_sum(x: fx.Node, place: Mapping[fx.Node, Placement]) -> bool:

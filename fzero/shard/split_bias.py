@@ -16,7 +16,8 @@ aten = torch.ops.aten
 
 def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
     """`addmm(bias, x, w)` whose sum over a sharded dim is not complete on a rank becomes `mm`, the view after it, and
-    `+ bias`: the bias is added once, after the sum over ranks. In place."""
+    `+ bias`: the bias is added once, after the sum over ranks. In place: of the graph alone, of which its caller makes
+    a module."""
     place = dict(zip(fx_nodes.placeholders(gm.graph), placed, strict=True))
     for node in list(gm.graph.nodes):
         if node.target is aten.convolution.default:
@@ -44,7 +45,6 @@ def split_bias(gm: fx.GraphModule, placed: Sequence[Placement]) -> None:
         gm.graph.erase_node(last)
         if view is not None:
             gm.graph.erase_node(node)
-    gm.recompile()
 
 
 def _fits(bias: fx.Node, product: fx.Node, view: fx.Node) -> bool:

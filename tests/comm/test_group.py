@@ -62,6 +62,12 @@ def test_every_rank_makes_the_groups_of_all_lines_and_waits_in_its_own(made: lis
     assert joined == [*own.values()], "a wait there is one of this presence"
 
 
+def test_the_line_of_one_rank() -> None:
+    assert Line() == Line.whole(0, 1) == Line(0, (0,), None, None)
+    assert Line().size == 1
+    assert Line.whole(2, 3) == Line(2, (0, 1, 2))
+
+
 def test_an_axis_of_all_ranks_needs_no_group_of_its_own(made: list[Group]) -> None:
     found = lines(Mesh((("dp", 3),)), 1, torch.device("cpu"), heartbeat.Presence(1, 3))
     assert found == {"dp": Line(1, (0, 1, 2), None, None)} == {"dp": Line.whole(1, 3)}
@@ -187,6 +193,38 @@ def test_variables_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(SpecError, match="RANK and WORLD_SIZE are set, MASTER_PORT not: start the ranks with torchrun"):
         group._store(0, 2, timedelta(seconds=1))
+
+
+def test_rank_0_holds_the_store_if_there_is_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for nobody: who is missing is found in it."""
+    monkeypatch.delenv(group.AGENT, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "77")
+    asked: list[Any] = []
+    monkeypatch.setattr(group.dist, "TCPStore", lambda *given, **named: asked.append((given, named)) or "store")
+    patience = timedelta(seconds=3)
+    assert [group._store(rank, 2, patience) for rank in range(2)] == ["store"] * 2
+    options = {"wait_for_workers": False, "multi_tenant": True}
+    assert asked == [(("host", 77, 2, rank == 0, patience), options) for rank in range(2)]
+    monkeypatch.setenv(group.AGENT, "True")
+    monkeypatch.setattr(group.dist, "rendezvous", lambda url, timeout: iter([((url, timeout), 0, 2)]))
+    assert group._store(1, 2, patience) == ("env://", patience), "torchrun's"
+
+
+def test_a_store_that_is_gone_names_its_holder() -> None:
+    class Gone:
+        def set(self, *given: Any) -> None:
+            raise RuntimeError("closed")
+
+    assert group._missing(Gone(), 1, 3, [0]) == [0]
+    assert group._missing(Gone(), 1, 3, []) == []
+
+
+def test_a_torch_without_distributed_cannot_start_ranks(ranks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group.dist, "is_available", lambda: False)
+    with pytest.raises(SpecError, match=r"built without torch\.distributed"):
+        open_world("cpu")
+    assert ranks == []
 
 
 # --- of real processes ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -152,3 +153,56 @@ def test_a_record_comes_back() -> None:
         assert RankStatus.from_json(status.to_json()) == status
     long = replace(GOING, at="x" * 999)
     assert RankStatus.from_json(long.to_json()) == replace(long, at="x" * hang_report.TEXT_CHARS)
+
+
+def test_a_system_that_names_no_process_knows_no_fate(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = hang_report.process_name()
+
+    def fails(*given: Any) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(hang_report.Path, "read_text", fails)
+    assert hang_report.process_name() == ""
+    assert hang_report.fate(name) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "known", "state"),
+    [
+        (FileNotFoundError, True, ""),  # /proc hides it
+        (FileNotFoundError, False, "X"),
+        (ProcessLookupError, True, "X"),
+        (PermissionError, True, ""),
+        (IndexError, True, ""),
+    ],
+)
+@pytest.mark.skipif(not hang_report.process_name(), reason="needs /proc of Linux")
+def test_a_process_of_which_the_kernel_shows_no_state(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], known: bool, state: str
+) -> None:
+    machine, namespace, *_ = hang_report.process_name().split()
+    monkeypatch.setattr(hang_report, "process_name", lambda: f"{machine} {namespace} 1 2")
+
+    def stat(pid: int) -> tuple[str, str]:
+        assert pid == 77
+        raise error
+
+    def kill(pid: int, signal: int) -> None:
+        assert (pid, signal) == (77, 0), "it is only asked for"
+        raise PermissionError if known else ProcessLookupError
+
+    monkeypatch.setattr(hang_report, "_stat", stat)
+    monkeypatch.setattr(hang_report.os, "kill", kill)
+    assert hang_report._state(f"{machine} {namespace} 77 5") == state
+
+
+def test_a_number_out_of_range_is_no_record() -> None:
+    for changed, fits in (
+        ({"beat": 0}, True), ({"beat": 1 << 60}, True), ({"beat": -1}, False), ({"beat": (1 << 60) + 1}, False),
+        ({"seconds": 3}, True), ({"seconds": -0.5}, False), ({"told": 1}, False),
+    ):  # fmt: skip
+        found = RankStatus.from_json(json.dumps({**vars(GOING), **changed}))
+        assert (found is not None) == fits, changed
+    long = json.dumps({**vars(GOING), "x": "y" * (1 << 16)})
+    assert RankStatus.from_json(long) is None
+    assert isinstance(RankStatus.from_json(json.dumps({**vars(GOING), "seconds": 3})).seconds, float)  # type: ignore[union-attr]

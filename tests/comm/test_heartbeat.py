@@ -9,14 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fzero.comm.hang_report import TEXT_CHARS, Phase, _stat, fate, process_name
+from fzero.comm import heartbeat
+from fzero.comm.hang_report import TEXT_CHARS, Phase, RankStatus, _stat, fate, process_name
 from fzero.comm.heartbeat import Presence
-from fzero.comm.heartbeat_thread import Where
+from fzero.comm.heartbeat_thread import ANSWER_SECONDS, Ending, Where
 from fzero.errors import HangError, PeerError
 
 SCRIPT = """
@@ -277,3 +279,156 @@ def test_a_call_has_a_name_and_an_end() -> None:
         assert (presence.where.position(), presence.where.op()) == (4, "op 4")
     assert (presence.where.position(), presence.where.op(), presence.where.inside) == (0, "", False)
     assert presence.heartbeat.thread is None, "alone, no thread is needed"
+
+
+# --- what the main thread writes, and when ----------------------------------------------------------------------------
+
+
+STATUS = RankStatus(**{**PLAIN, "end": Phase.GOING, "waits": True})
+
+
+class Played:
+    """A heartbeat that notes what it is asked for."""
+
+    def __init__(self, alive: bool = True) -> None:
+        self.runs, self.calls, self.patience, self.halted, self.holder = alive, list[Any](), 3.0, "", None
+        self.store, self.statuses = "store", None
+
+    def alive(self) -> bool:
+        return self.runs
+
+    def call_roll(self) -> Any:
+        self.calls.append("call_roll")
+        return self.statuses
+
+    def __getattr__(self, call: str) -> Any:
+        return lambda *given: self.calls.append((call, *given) if given else call)
+
+
+def presence(alive: bool = True, world: int = 3) -> tuple[Presence, Played]:
+    made = Presence(1, world)
+    made.heartbeat = played = Played(alive)  # type: ignore[assignment]
+    return made, played
+
+
+def test_a_rank_that_fails_says_so_once() -> None:
+    here, played = presence()
+    here.enter("step 1")
+    here.failed(ValueError("x" * 999))
+    assert here.ending.phase is Phase.FAILED
+    assert here.ending.why == ("ValueError: " + "x" * 999)[:TEXT_CHARS]
+    assert here.ending.place == "in step 1, before its first op"
+    here.failed(KeyError("another"))
+    assert "ValueError" in here.ending.why, "the first is the cause"
+    assert played.calls == ["start", "publish"]
+    here.enter("step 2")
+    assert here.ending == Ending(), "it may come to a later call"
+
+
+def test_what_is_lost_stays_lost() -> None:
+    here, played = presence()
+    here.enter("step 1")
+    played.statuses = ({0: None, 1: STATUS, 2: None}, set())
+    error = here.lost(PeerError("[x.cc:3] closed by peer. More\nlines"))
+    lost = Ending(Phase.LOST, "closed by peer", "waiting in step 1, for all ranks to agree on it")
+    assert here.ending == lost
+    assert "The transport said: closed by peer." in str(error)
+    here.failed(ValueError("x"))
+    here.close()
+    assert here.ending == lost
+    assert played.calls == ["start", "call_roll", ("stop", 1.0)]
+    assert here.hang is error
+
+
+@pytest.mark.parametrize(("alive", "pid", "asks"), [(True, 0, True), (False, 0, False), (True, 1, False)])
+def test_without_a_thread_and_in_a_fork_nothing_is_written(alive: bool, pid: int, asks: bool) -> None:
+    here, played = presence(alive)
+    here.pid = here.pid + pid
+    here.failed(ValueError("x"))
+    assert (here.ending.phase is Phase.FAILED) == asks
+    assert ("publish" in played.calls) == asks
+    played.calls.clear()
+    here.close()
+    assert [call[0] for call in played.calls] == ["stop"] * asks
+    error = here.lost(PeerError("closed"))
+    assert ("call_roll" in played.calls) == asks
+    assert "the store of the process group does not answer" in str(error)
+
+
+def test_at_its_end_a_program_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("last_exc", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    here, played = presence()
+    here.close()
+    assert (here.ending.phase, here.ending.why) == (Phase.ENDED, "")
+    assert played.calls == ["publish", ("stop", 3.0 + ANSWER_SECONDS)], "it lets the others read"
+    monkeypatch.setattr(sys, "last_value", ValueError("x"), raising=False)
+    here, _ = presence()
+    here.close()
+    assert here.ending.why == "ValueError: x"
+
+
+def test_a_thread_runs_where_there_are_others_and_a_store() -> None:
+    for world, store, starts in ((3, "store", True), (1, "store", False), (3, None, False)):
+        here, played = presence(world=world)
+        played.store = store
+        here.enter("step 1")
+        assert (played.calls == ["start"]) == starts
+    here, _ = presence()
+    here.ending = Ending(Phase.LEFT, "x")
+    here.enter("step 2")
+    assert here.ending.phase is Phase.LEFT
+
+
+def test_a_wait_that_was_ended_is_said_to_be() -> None:
+    here, played = presence()
+    played.halted = "rank 0 failed"
+    assert here.halted == "rank 0 failed"
+    here.lost(PeerError("timed out"))
+    assert here.ending.why == "this wait was ended"
+
+
+class _Named(_Group):
+    """A process group with a name."""
+
+    def __init__(self, name: str) -> None:
+        self.group_name = name
+
+
+def test_each_group_has_a_presence_and_a_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may come again after its group was destroyed."""
+    assert heartbeat.of() is heartbeat.ALONE, "without a process group"
+    store, world = dist.HashStore(), _Named("world")
+    monkeypatch.setattr(heartbeat.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(heartbeat.dist, "group", SimpleNamespace(WORLD=world))
+    monkeypatch.setattr(heartbeat.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(heartbeat.dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(heartbeat, "gloo_timeout", lambda group: 77.0)
+    monkeypatch.setattr(heartbeat, "default_store", lambda: SimpleNamespace(clone=lambda: store))
+    monkeypatch.setattr(heartbeat, "_NUM_MADE", {})
+    here = heartbeat.of()
+    assert (here.rank, here.world_size, here.timeout_seconds) == (1, 4, 77.0)
+    assert heartbeat.of(None) is heartbeat.of(world) is here
+    here.heartbeat.store.set("1", "x")
+    again, other = _Named("world"), _Named("small")
+    heartbeat.of(again).heartbeat.store.set("1", "y")
+    heartbeat.of(other).heartbeat.store.set("1", "z")
+    prefix = "fzero/presence"
+    assert [store.get(f"{prefix}/{part}/1") for part in ("world/1", "world/2", "small/1")] == [b"x", b"y", b"z"]
+    smaller = _Named("line")
+    here.joins(smaller)
+    assert heartbeat.of(smaller) is here, "a wait in it is one of this presence"
+    assert here.heartbeat.groups[-1]() is smaller
+    monkeypatch.setattr(heartbeat, "default_store", lambda: None)
+    alone = _Named("alone")
+    assert heartbeat.of(alone).heartbeat.store is None
+
+
+def test_at_the_end_of_python_every_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    (here, played), (_, left) = presence(), presence()
+    group = _Named("x")
+    monkeypatch.setattr(heartbeat, "_PRESENCES", {group: here})
+    monkeypatch.setattr(heartbeat, "STARTED", {left})
+    heartbeat._ended()
+    assert played.calls == ["publish", ("stop", 3.0 + ANSWER_SECONDS)]
+    assert left.calls == [("stop", ANSWER_SECONDS)], "of a group that was destroyed"

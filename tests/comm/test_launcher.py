@@ -28,6 +28,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN
 
 REFUSED = {
     "srun": (SRUN, "SLURM_STEP_NUM_TASKS=8: srun started 8 tasks"),
+    "srun of two tasks": ({**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS=2"),
     "srun, its first task": ({**SRUN, "SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=8"),
     "srun with PMI2": ({**SRUN, "PMI_SIZE": "8", "PMI_RANK": "3"}, "SLURM_STEP_NUM_TASKS=8"),
     "Open MPI": (OPEN_MPI, "OMPI_COMM_WORLD_SIZE=4: mpirun started 4 tasks"),

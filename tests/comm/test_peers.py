@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from hosts import hosts
 
 from fzero.comm.peers import INLINE_BYTES, SharedMemoryPeers
 from fzero.errors import DisagreementError, PeerError
+
+pytestmark = pytest.mark.timeout(20, method="thread")  # each test takes some milliseconds, or waits without end
 
 
 @pytest.fixture
@@ -109,8 +114,14 @@ def test_a_rank_that_does_not_come_is_named(two: list[SharedMemoryPeers], how: s
     with pytest.raises(PeerError, match=f"^it: {said}"):
         other.take(1, 0, torch.zeros(1), "it")
     assert time.monotonic() - began < 10
-    with pytest.raises(PeerError, match="rank 1 shares no memory any more: it: rank 1 waited for rank 0"):
-        other.offer(2, torch.zeros(1), [0])
+    closed = "rank 1 shares no memory any more: it: rank 1 waited for rank 0"
+    calls: list[Callable[[], object]] = [
+        lambda: other.offer(2, torch.zeros(1), [0]), lambda: other.take(2, 0, torch.zeros(1), "another"),
+        lambda: other.expect(2, 0, torch.zeros(1)), lambda: other.settle(2, "another"), lambda: other.allocate(1),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(PeerError, match=closed):
+            call()
     if how not in ("stopped", "halted"):
         return
     with pytest.raises(PeerError, match="which closed its side"):
@@ -147,3 +158,152 @@ def test_an_arena_goes_with_its_last_tensor(two: list[SharedMemoryPeers]) -> Non
     assert not other.peers[0].arenas
     one.allocate(1)
     assert one.own.count == 2
+
+
+def test_a_source_that_was_copied_on_its_arrival_is_settled(two: list[SharedMemoryPeers]) -> None:
+    one, other = two
+    one.timeout_seconds = 0.5
+    source = one.allocate(2 * INLINE_BYTES).fill_(7)
+    other.expect(3, 0, into := torch.zeros(2 * INLINE_BYTES, dtype=torch.uint8))
+    assert one.offer(3, source, [1])
+    assert other.ready(9, [0]) is False, "it takes in what has come"
+    one.settle(3, "it")
+    assert into.unique().tolist() == [7]
+    assert not other.peers[0].offers
+
+
+def test_a_socket_that_is_full_ends_a_wait(two: list[SharedMemoryPeers]) -> None:
+    one = two[0]
+    one.timeout_seconds = 0.05
+    letter = torch.ones(INLINE_BYTES, dtype=torch.uint8)
+
+    def flood() -> None:
+        for number in range(5000):
+            one.offer(number, letter, [1])
+
+    with pytest.raises(PeerError, match=r"a full socket: rank 0 waited for rank 1, which did not come within 0\.05 s"):
+        flood()
+
+
+def test_ranks_that_flood_one_another_take_in_what_comes(two: list[SharedMemoryPeers]) -> None:
+    def flood(rank: int) -> int:
+        host, letter = two[rank], torch.full((INLINE_BYTES,), rank, dtype=torch.uint8)
+        for number in range(1000):
+            host.offer(number, letter, [1 - rank])
+        for number in range(1000):
+            assert host.take(number, 1 - rank, letter, "it")[-1] == 1 - rank
+            host.done(number, 1 - rank)
+        return len(host.peers[1 - rank].offers)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(flood, range(2))) == [0, 0]
+
+
+def test_what_is_sent_to_a_rank_that_is_gone_is_no_error(two: list[SharedMemoryPeers]) -> None:
+    """A rank that waits for it finds out."""
+    one, other = two
+    other._bye.detach()
+    other.peers[0].socket.close()
+    one.offer(1, torch.ones(1), [1])
+    with pytest.raises(PeerError, match="which ended its connection"):
+        one.take(1, 1, torch.ones(1), "it")
+
+
+def test_a_process_that_was_forked_has_no_part(two: list[SharedMemoryPeers]) -> None:
+    one, other = two
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            one.offer(1, torch.ones(1), [1])
+        except PeerError as error:
+            code = 0 if "it was forked, and its parent is the rank" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    one.offer(1, torch.ones(1), [1])
+    assert other.take(1, 0, torch.zeros(1), "it").tolist() == [1.0], "the parent is still a rank"
+
+
+def test_a_dead_rank_ends_the_waits_for_others_too() -> None:
+    ranks = hosts(3)
+    ranks[2]._bye.detach()
+    for peer in ranks[2].peers.values():
+        peer.socket.close()
+    with pytest.raises(PeerError, match="it: rank 0 waited for rank 2, which ended its connection"):
+        ranks[0].take(1, 1, torch.zeros(1), "it")
+    for host in ranks:
+        host.close()
+
+
+def test_a_goodbye_is_heard_behind_all_that_was_sent_before(two: list[SharedMemoryPeers]) -> None:
+    one, other = two
+    one.offer(1, torch.ones(2), [1])
+    one.offer(2, one.allocate(2 * INLINE_BYTES).fill_(5), [1])
+    one.close()
+    assert other.take(1, 0, torch.zeros(2), "it").tolist() == [1.0, 1.0]
+    assert other.take(2, 0, torch.empty(2 * INLINE_BYTES, dtype=torch.uint8), "it").unique().tolist() == [5]
+    assert other.peers[0].socket.fileno() >= 0
+    with pytest.raises(PeerError, match="closed its side"):
+        other.take(3, 0, torch.zeros(1), "it")
+
+
+def test_a_block_that_is_read_by_some_is_not_used_again() -> None:
+    """Of three ranks one has not read it: the next copy lies elsewhere."""
+    ranks = hosts(3)
+    data = torch.ones(2 * INLINE_BYTES, dtype=torch.uint8)
+    ranks[0].offer(1, data, [1, 2])
+    ranks[1].take(1, 0, data, "it")
+    ranks[1].done(1, 0)
+    ranks[0].offer(2, 2 * data, [1, 2])
+    assert ranks[2].take(1, 0, data, "it").unique().tolist() == [1]
+    ranks[2].done(1, 0)
+    ranks[0].offer(3, torch.ones(40 * INLINE_BYTES, dtype=torch.uint8), [1])
+    ranks[0].offer(4, 4 * data, [1])
+    assert len({ranks[0].staged[number].data_ptr() for number in (2, 3, 4)}) == 3
+    assert ranks[0].staged[4].numel() == 1 << 16, "the smallest block that is large enough"
+    assert ranks[2].take(2, 0, data, "it").unique().tolist() == [2]
+    for host in ranks:
+        host.close()
+
+
+def test_arenas_are_pages_of_their_own_and_places_are_within_them(two: list[SharedMemoryPeers]) -> None:
+    one = two[0]
+    first, second = one.allocate(4097), one.allocate(1)
+    assert [one.own.places[n][1] for n in (0, 1)] == [8192, 4096]
+    assert (one.place(first[4096:]), one.place(second)) == ((0, 4096), (1, 0))
+    assert first.data_ptr() % 4096 == 0
+    one.close()
+    with pytest.raises(PeerError, match="rank 0 shares no memory any more: it was closed"):
+        one.allocate(1)
+    assert first.fill_(3)[-1] == 3, "tensors stay, for this rank alone"
+
+
+def test_a_sleep_is_as_long_as_asked_for(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time that is over is none, and poll counts milliseconds."""
+    asked: list[float] = []
+    monkeypatch.setattr(two[0], "polled", SimpleNamespace(poll=lambda ms: asked.append(ms) or []))
+    assert [two[0]._slept(seconds) for seconds in (0.25, -1.0)] == [False, False]
+    assert asked == [250, 0]
+
+
+def test_a_block_is_used_again_for_what_just_fits(two: list[SharedMemoryPeers]) -> None:
+    one, other = two
+    for number, size in enumerate((1 << 16, 1 << 16, (1 << 16) - 1, (1 << 16) + 1)):
+        data = torch.ones(size, dtype=torch.uint8)
+        one.offer(number, data, [1])
+        other.take(number, 0, data, "it")
+        other.done(number, 0)
+    assert one.own.count == 2, "one for the first three, a larger one for the last"
+
+
+def test_room_in_a_socket_is_waited_for_as_long_as_for_a_rank(
+    two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    room = SimpleNamespace(register=lambda *given: None, poll=lambda ms: asked.append(ms) or [])
+    monkeypatch.setattr("fzero.comm.peers.select", SimpleNamespace(poll=lambda: room, POLLIN=1, POLLOUT=4))
+    two[0].timeout_seconds = 7.0
+    letter = torch.ones(INLINE_BYTES, dtype=torch.uint8)
+    with pytest.raises(PeerError, match="a full socket"):
+        [two[0].offer(number, letter, [1]) for number in range(5000)]
+    assert asked == [7000.0], "in milliseconds"

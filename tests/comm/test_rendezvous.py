@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from fzero.comm.peers import SharedMemoryPeers
 from fzero.errors import PeerError
 
 WORLD = 3
+pytestmark = pytest.mark.timeout(60, method="thread")  # a rank that waits without end is a thread here
 
 
 @pytest.fixture
@@ -244,3 +246,59 @@ def test_a_token_that_is_not_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert found[0] == "rank 1 wrote into its memory what rank 0 does not find there"
     for host in hosts:
         host.close()
+
+
+def test_a_rank_that_cannot_listen_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delattr(rendezvous.os, "memfd_create")
+        assert rendezvous._listen(2) == (None, "! this system has no memfd_create")
+
+    def fails(path: str) -> str:
+        raise PermissionError("not here")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(rendezvous.os, "readlink", fails)
+    assert rendezvous._listen(2) == (None, "! not here")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_apart_are_told_by_the_first_that_differs() -> None:
+    here = "m net:[1] a t"
+    assert rendezvous._apart([here, here, here]) == ""
+    assert rendezvous._apart([here, here, "m net:[2] b u"]) == "rank 2 is in another network namespace than rank 0"
+    assert rendezvous._apart([here, "n net:[2] b u", "! no"]) == "rank 1 is in another machine than rank 0"
+    assert rendezvous._apart([here, "! no such call"]) == "rank 1: no such call"
+
+
+def test_a_queue_that_stays_full_ends_a_visit(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers fill it; a rank that listens to nobody does not empty it."""
+    kept = [stranger(doors[1][0]) for _ in range(3 * WORLD)]
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 5:
+            doors[0][0].accept()[0].close()
+
+    monkeypatch.setattr(rendezvous.time, "sleep", sleep)
+    rendezvous._visit(1, 0, doors[1][0], time.monotonic() + 30).close()
+    assert len(slept) == 5, "until there is room"
+    with pytest.raises(PeerError, match="rank 0 let nobody in within 12 s"):
+        rendezvous._visit(1, 0, doors[1][0], time.monotonic() - 1)
+    for one in kept:
+        one.close()
+
+
+def test_a_guest_that_is_gone_is_no_error(doors: Any) -> None:
+    silent: dict[int, socket.socket] = {}
+    doors[0][0].setblocking(False)
+    rendezvous._let_in(doors[0][0], silent, select.poll())
+    assert silent == {}, "nobody is there"
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    one.setblocking(False)
+    assert rendezvous._rank_of(one, "token") is None, "it has said nothing"
+    other.send(b"token 12")
+    assert rendezvous._rank_of(one, "token") == 12
+    one.close()
+    assert rendezvous._rank_of(one, "token") is None
+    other.close()

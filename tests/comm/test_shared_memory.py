@@ -1,12 +1,17 @@
 """Ranks that read one another's memory: the bits of point-to-point, whatever the timing; and every way to fail."""
 
+from __future__ import annotations
+
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers import gloo, same_bits, start, values
+from hosts import hosts
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import MODELS
@@ -14,7 +19,10 @@ from workers import shared as worker
 
 import fzero
 from fzero import tree
+from fzero.comm.group import Line
+from fzero.comm.heartbeat import Presence
 from fzero.comm.rendezvous import _apart
+from fzero.comm.shared_memory import Shared
 from fzero.errors import VerifyError
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
@@ -53,6 +61,71 @@ def in_some_order(count: int, seed: int) -> list[tuple[str, int]]:
         if not left[i]:
             del left[i]
     return events
+
+
+# --- ranks of this process --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("size", [12, 12_000])
+def test_each_kind_is_that_of_its_record(kind: str, size: int) -> None:
+    """Within a message, and beyond. A rank waits for another in vain after two seconds."""
+    ranks, reduces = hosts(3, seconds=2.0), "reduce" in kind
+    op = make_op(kind, [Ref("a")], [Ref("b")], axis="dp", **({"op": "sum", "divisor": 3} if reduces else {}))
+    sources = [torch.randn(size, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    wanted = op.row.collective.reference(sources, op.reduction, op.divisor)
+
+    def moved(rank: int) -> list[bool]:
+        comm, right = Shared(ranks[rank], Line.whole(rank, 3)), []
+        for _ in range(2):  # the second time into the same buffer
+            dest = torch.full_like(wanted[rank], torch.nan)
+            comm.start("b", op, [ranks[rank].allocate(4 * size).view(torch.float32).copy_(sources[rank]), dest])
+            comm.wait("b")
+            right.append(same_bits(dest, wanted[rank]))
+        comm.settle("b")
+        return right
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(moved, range(3))) == [[True, True]] * 3
+    for host in ranks:
+        host.close()
+
+
+def test_in_memory_a_transfer_is_ready_once_all_who_send_have_offered_their_part() -> None:
+    ranks = hosts(3)
+    comms = [Shared(host, Line.whole(rank, 3)) for rank, host in enumerate(ranks)]
+    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
+    wholes = [torch.zeros(6000) for _ in ranks]
+    seen = [comms[0].ready("b")]
+    for rank in (0, 2, 1):
+        comms[rank].start("b", op, [torch.full((2000,), float(rank)), wholes[rank]])
+        seen.append(comms[0].ready("b"))
+    assert seen == [True, False, False, True], "nothing was started; then one is missing"
+    for comm in (comms[0], comms[2], comms[1]):
+        comm.wait("b")
+        assert comm.ready("b")
+        assert not comm.presence.waits
+    assert all(whole.unique().tolist() == [0.0, 1.0, 2.0] for whole in wholes)
+    for host in ranks:
+        host.close()
+
+
+def test_a_rank_that_waits_for_its_source_to_be_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = hosts(2)
+    comm, presence = Shared(one, Line.whole(0, 2)), Presence(0, 2)
+    comm.presence = presence
+    source = one.allocate(40_000).view(torch.float32)
+    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
+    comm.start("b", op, [source, torch.zeros(20_000)])
+    seen: list[Any] = []
+    monkeypatch.setattr(one, "settle", lambda number, label: seen.append((number, label, presence.waits)))
+    comm.settle("b")
+    assert seen == [(16, "reading of the source of b", True)]
+    assert not presence.waits
+    comm.settle("b")
+    assert len(seen) == 1
+    for host in (one, other):
+        host.close()
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

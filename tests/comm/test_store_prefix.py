@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 import fzero
-from fzero.comm.store_prefix import prefixed
+from fzero.comm import store_prefix
+from fzero.comm.store_prefix import prefixed, wait_for_keys
 
 
 def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
@@ -65,3 +67,48 @@ def test_what_fzero_did_not_write_ends_in_an_error_of_its_own(
         with pytest.raises(fzero.HangError, match=rf"rank {rank}: .*did not come within 0.02 s") as error:
             prefixed(store, rank, 2, 0.02)
         assert set(error.value.missing) <= {0, 1}
+
+
+def test_rank_0_tells_the_others_who_is_missing_and_lets_them_read_it() -> None:
+    """Its process may hold the store. Another one's time may not be up yet."""
+    store = dist.HashStore()
+    rounds = dist.PrefixStore("fzero/rounds", store)
+
+    def missing(rank: int) -> tuple[tuple[int, ...], bool]:
+        with pytest.raises(fzero.HangError) as error:
+            prefixed(store, rank, 3, 0.3 if rank == 0 else 60.0)
+        token = rounds.get("token/1").decode()
+        return error.value.missing, rounds.check([f"told/{token}"])
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(missing, range(2))) == [((2,), True)] * 2
+    assert time.monotonic() - began < 50, "rank 1 need not wait for its own time"
+
+
+def test_keys_that_do_not_come_are_returned() -> None:
+    store = dist.HashStore()
+    store.set("a", "")
+    assert wait_for_keys(store, ["a"], 60.0) == []
+    assert wait_for_keys(store, ["a", "b", "c"], 0.02) == ["b", "c"]
+    threading.Timer(0.05, lambda: store.set("b", "")).start()
+    assert wait_for_keys(store, ["a", "b"], 60.0) == []
+
+
+def test_who_has_not_accepted_the_offer_is_missing() -> None:
+    """Rank 2 wrote its token and was offered, and is gone since."""
+    store = dist.HashStore()
+    rounds = dist.PrefixStore("fzero/rounds", store)
+    tokens = {rank: f"t{rank}" for rank in range(3)}
+    for rank, token in tokens.items():
+        rounds.set(f"token/{rank}", token)
+    assert store_prefix._missing(rounds, 1, 3, "t1") == [0], "there is no offer"
+    offer = "t0 t1 t2"
+    rounds.set("offer", offer)
+    for rank in (0, 1):
+        rounds.set(f"accepted/{rank}", store_prefix._name(offer))
+    assert store_prefix._missing(rounds, 1, 3, "t1") == [2]
+    rounds.set("accepted/2", store_prefix._name("an earlier one"))
+    assert store_prefix._missing(rounds, 1, 3, "t1") == [2]
+    assert store_prefix._missing(rounds, 1, 4, "t1") == [3], "it has no token"
+    assert store_prefix._missing(rounds, 1, 3, "x") == [0], "it offers what it finds, and did not find this"

@@ -36,6 +36,19 @@ def test_lines_that_compute_are_broken_and_no_others() -> None:
     assert not any("strict=False" in after for after in found[15])
 
 
+def test_of_two_moments_none_is_the_other() -> None:
+    source = "def late(now, end):\n    return now < end or time.monotonic() > end or end < 3 or now in end\n"
+    assert sorted(lines.broken_lines(source)[2]) == [
+        f"    return {text}\n"
+        for text in (
+            "now < end and time.monotonic() > end and (end < 3) and (now in end)",
+            "now < end or time.monotonic() > end or end < 3 or now not in end",
+            "now < end or time.monotonic() > end or end < 4 or now in end",
+            "now < end or time.monotonic() > end or end <= 3 or now in end",
+        )
+    ]
+
+
 def test_a_rooms_tests_come_in_the_order_in_which_they_concern_a_module() -> None:
     files = [Path(name).name for name in lines.tests_of("plan", Path("fzero/plan/leaf_classes.py"))]
     assert files[0] == "test_leaf_classes.py"

@@ -11,14 +11,18 @@ from typing import Any
 import cases
 import pytest
 import torch
+from by_hand import Draft
 from models import MLP
 from naive_steps import stepped, written
 from passed import without_lines
-from torch import Tensor
+from torch import Tensor, fx
 
 import fzero
 from fzero import tree
+from fzero.capture.step_ops import REDUCE
 from fzero.lowering import build
+
+aten = torch.ops.aten
 
 BOTH = {"dp_out": 2, "dp": 2}
 SIGN = fzero.Precision(reduce="sign")
@@ -28,6 +32,47 @@ BF16 = fzero.Precision(compute="bf16", reduce="bf16")
 @pytest.mark.parametrize("case", cases.GOLDEN_CASES)
 def test_golden(case: str, golden: Callable[[str, str], None]) -> None:
     golden(f"lower/{case}", str(cases.naive(**cases.GOLDEN_CASES[case])))
+
+
+# --- levels -----------------------------------------------------------------------------------------------------------
+
+
+def reduced(draft: Draft, x: fx.Node) -> fx.Node:
+    node = draft.graph.call_function(REDUCE, (x, "sum", "dp"))
+    node.meta["val"] = x.meta["val"]
+    return node
+
+
+def test_elementwise_work_waits_for_its_first_user() -> None:
+    """Of tensors: a product is done at once, and so is a number. What returns has no level."""
+    draft = Draft()
+    x = draft.input(4, 4)
+    gradient = reduced(draft, x)
+    scaled, unused = (draft.call(aten.mul.Tensor, x, 2.0) for _ in range(2))
+    product, total = draft.call(aten.mm.default, x, x), draft.call(aten.sum.default, x)
+    number = draft.call(aten.mul.Tensor, total, 2.0)
+    terms = [draft.call(aten.add.Tensor, value, gradient) for value in (scaled, product, number)]
+    draft.returning(*terms, unused)
+    levels = build._levels(draft.graph)
+    assert {node for node, level in levels.items() if level == 1} == {gradient, scaled, *terms}
+    assert {node for node, level in levels.items() if level == 0} == {x, product, total, number, unused}
+
+
+def test_a_short_chain_on_a_gradient_is_done_again_at_each_level_that_reads_it() -> None:
+    draft = Draft()
+    gradient = reduced(draft, draft.input(4, 4))
+    mean = draft.call(aten.div.Tensor, gradient, 2.0)
+    norm = reduced(draft, draft.call(aten.sum.default, mean))
+    clipped = draft.call(aten.mul.Tensor, mean, norm)
+    first = draft.call(aten.mm.default, mean, mean)
+    draft.returning(clipped, first)
+    levels = build._repeated(draft.graph, build._levels(draft.graph))
+    again = clipped.args[0]
+    assert again is not mean
+    assert (again.target, again.args) == (mean.target, mean.args)
+    assert (levels[mean], levels[again], levels[clipped]) == (1, 2, 2)
+    assert first.args == (mean, mean)
+    assert {*levels} == {node for node in draft.graph.nodes if node.op != "output"}
 
 
 # --- steps of a Spec --------------------------------------------------------------------------------------------------

@@ -51,6 +51,20 @@ def gathered(program: Program) -> list[str]:
     return [op.target for op in program.ops if op.gathers and program.buffers[op.target].kind == "grad"]
 
 
+def test_gradients_travel_in_the_dtype_of_the_precision_and_come_back() -> None:
+    """Coded on each rank, summed, decoded on the slice alone."""
+    program = cases.naive(2, zero=2, microbatches=2, reduce="end", precision=WIRE)
+    ops = [op for op in program.ops if op.why == "bf16 gradients of layers.0"]
+    assert [op.kind for op in ops] == ["run", "reduce_scatter", "wait", "run"]
+    encode, send, _, decode = ops
+    assert [str(program.buffers[op.target].dtype) for op in (encode, send, decode)] == [
+        "torch.bfloat16", "torch.bfloat16", "torch.float32"
+    ]  # fmt: skip
+    assert not encode.reads[0].mine
+    assert decode.reads[0].mine
+    assert decode.writes[0].mine
+
+
 @pytest.mark.parametrize("zero", WAYS)
 def test_lowering_reduces_to_what_each_rank_updates(zero: Any) -> None:
     assert sums(cases.naive(4, zero=zero, mesh=BOTH)) == WAYS[zero]
@@ -96,20 +110,6 @@ def test_a_gradient_of_which_only_a_norm_is_taken_is_scattered_at_stage_0(mesh: 
     spec = fzero.Spec(step=step, zero=0, mesh=mesh)
     program = fzero.lower(spec, {"params": cases.layers()}, cases.batch(), world_size=4).program
     assert sums(program) == [f"reduce_scatter {axis}" for axis in reversed(mesh)]
-
-
-def test_gradients_travel_in_the_dtype_of_the_precision_and_come_back() -> None:
-    """Coded on each rank, summed, decoded on the slice alone."""
-    program = cases.naive(2, zero=2, microbatches=2, reduce="end", precision=WIRE)
-    ops = [op for op in program.ops if op.why == "bf16 gradients of layers.0"]
-    assert [op.kind for op in ops] == ["run", "reduce_scatter", "wait", "run"]
-    encode, send, _, decode = ops
-    assert [str(program.buffers[op.target].dtype) for op in (encode, send, decode)] == [
-        "torch.bfloat16", "torch.bfloat16", "torch.float32"
-    ]  # fmt: skip
-    assert not encode.reads[0].mine
-    assert decode.reads[0].mine
-    assert decode.writes[0].mine
 
 
 def test_the_mean_is_divided_once_by_the_last_sum() -> None:

@@ -16,7 +16,9 @@ from fzero import tree
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
 from fzero.ir.records import ALIGN
+from fzero.kernels.codecs import Coding
 from fzero.plan.layout import layout
+from fzero.plan.pipeline_cut import Cut
 from fzero.plan.state_plan import Plan
 from fzero.state import storage
 
@@ -184,3 +186,96 @@ def test_a_zero_rule_may_name_a_leaf_that_lies_in_no_bucket() -> None:
     )
     lowered = fzero.lower(spec, {"w": torch.ones(3), "scale": torch.ones(())}, torch.ones(2), world_size=2)
     assert {leaf.path for leaf in lowered.plan.leaves} >= {"params/scale", "params/w"}
+
+
+# --- what an option changes of a plan ---------------------------------------------------------------------------------
+
+
+def of(state: Any, world: int = 2, **options: Any) -> tuple[Plan, dict[str, Any]]:
+    """(the plan, the buffer of each leaf by its path)."""
+    paths, values, _ = tree.flatten(state)
+    plan = layout(paths, values, mesh=Mesh((("dp", world),)), **options)
+    return plan, {leaf.path: plan.buffers[leaf.buffer] for leaf in plan.leaves}
+
+
+ADAFACTOR = {
+    "params": {"embed": torch.ones(64, 8), "h": [{"w": torch.ones(8, 6)} for _ in range(4)], "head": torch.ones(8, 64)},
+    "opt": {
+        "row": {"embed": torch.ones(64), "h": [{"w": torch.ones(8)} for _ in range(4)], "head": torch.ones(8)},
+        "mu": {"h": [{"w": torch.ones(8, 6)} for _ in range(4)]},
+    },
+}
+
+
+def test_a_pipeline_is_cut_by_the_elements_of_parameters() -> None:
+    """Not by those of what mirrors or follows them; an embedding comes before the layers, a head after them."""
+    asked: list[Any] = []
+
+    def pipeline(layers: Any, last: int) -> Cut:
+        asked.append((dict(layers), last))
+        return Cut((1, 0), {name: int(name > "h.1") for name in layers})
+
+    plan, buffer = of(ADAFACTOR, pipeline=pipeline)
+    assert asked == [({f"h.{i}": 48 for i in range(4)}, 512)]
+    role = {path: plan.role_of(b) for path, b in buffer.items()}
+    for moment in ("params", "opt/row"):
+        assert [role[f"{moment}/h/{i}/w"] for i in range(4)] == [1, 1, 0, 0]
+        assert (role[f"{moment}/embed"], role[f"{moment}/head"]) == (1, 0), "a follower goes with its leader"
+    assert of(ADAFACTOR)[0].cut is None
+
+
+def test_a_layer_of_several_leaves_has_the_elements_of_all() -> None:
+    asked: list[Any] = []
+    state = {
+        "params": {"h": [{"w": torch.ones(8, 6), "b": torch.ones(6)}, {"w": torch.ones(2, 2)}], "n": torch.ones(5)}
+    }
+    of(state, pipeline=lambda layers, last: asked.append((dict(layers), last)) or Cut((0, 1), {"h.0": 0, "h.1": 1}))
+    assert asked == [({"h.0": 54, "h.1": 4}, 5)]
+
+
+def test_what_is_on_disk_has_pages_of_its_own() -> None:
+    """One buffer behind the other in the rank's file."""
+    state = {"params": {"a": torch.ones(3000), "b": torch.ones(8), "c": torch.ones(64)}}
+    plan, buffer = of(state, zero=3, bucket_bytes=1024, home=lambda path: "device" if path.endswith("b") else "disk")
+    places = [(b.at, b.nbytes) for b in plan.buffers.values() if b.space == "disk"]
+    assert places == [(0, 6144), (8192, 256)]
+    assert buffer["params/b"].space == "device"
+    assert buffer["params/b"].at is None
+
+
+@pytest.mark.parametrize(("zero", "axes"), [(0, None), (1, "dp"), (2, "dp"), (3, "dp")])
+def test_parameters_that_are_gathered_in_fewer_bits_are_held_as_what_updates_them(zero: int, axes: str | None) -> None:
+    state = {"params": {"w": torch.ones(64, 2)}, "mu": {"w": torch.ones(64, 2)}}
+    cast: dict[str, Any] = {"compute": lambda path, leaf: torch.bfloat16}
+    for options in (cast, {"coding": lambda path, leaf: Coding(gather="int8")}):
+        _, buffer = of(state, zero=zero, **options)
+        assert (buffer["params/w"].sharded, buffer["mu/w"].sharded) == (axes, axes)
+    _, buffer = of(state, zero=zero)
+    assert (buffer["params/w"].sharded, buffer["mu/w"].sharded) == ("dp" if zero == 3 else None, axes)
+    _, buffer = of(state, zero=zero, world=1, **cast)
+    assert buffer["params/w"].sharded is None
+
+
+def test_leaves_in_no_bucket_have_buffers_of_their_own() -> None:
+    state = {"params": {"w": torch.ones(4), "n": torch.tensor(1.0), "i": torch.ones(4).long()}, "own": torch.ones(3)}
+    plan, buffer = of(state, per_rank=("own",), zero=0)
+    for path, shape, per_rank in (("params/n", (), False), ("params/i", (4,), False), ("own", (3,), True)):
+        assert (buffer[path].shape, buffer[path].bucket, buffer[path].kind) == (shape, None, "state"), path
+        assert buffer[path].per_rank == per_rank
+    assert [leaf.path for leaf in plan.leaves if leaf.slot is not None] == ["params/w"]
+    assert [leaf.path for leaf in plan.leaves] == tree.flatten(state)[0]
+
+
+def test_without_options_every_rank_holds_all_of_the_state_on_its_device() -> None:
+    plan, buffer = of({"params": {"w": torch.ones(64)}, "mu": {"w": torch.ones(64)}})
+    assert {(b.sharded, b.space, b.per_rank, b.numel) for b in buffer.values()} == {(None, "device", False, 128)}
+    (row,) = plan.bucket_layouts.values()
+    assert (str(row.params), str(row.rest), row.wire, plan.cut) == ("", "", None, None)
+
+
+def test_a_column_says_of_which_kind_and_entry_it_is() -> None:
+    _, buffer = of({"params": {"w": torch.ones(4)}, "opt": {"mu": {"w": torch.ones(4).bfloat16()}}})
+    said = {path: (b.kind, b.dtype, b.entry) for path, b in buffer.items()}
+    assert said == {
+        "params/w": ("param", torch.float32, "params"), "opt/mu/w": ("optimizer", torch.bfloat16, "opt/mu"),
+    }  # fmt: skip

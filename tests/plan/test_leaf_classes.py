@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero import tree
-from fzero.plan.block_scales import scales, with_scales
+from fzero.kernels.codecs import EXACT
 from fzero.plan.leaf_classes import LeafClass, leaf_classes, stages_of
 
 
@@ -84,37 +84,23 @@ def test_a_rule_that_misses_is_refused(zero: Any, message: str) -> None:
     assert message.replace("\\", "") in str(error.value)
 
 
-# --- moments in blocks of 64 ------------------------------------------------------------------------------------------
-
-BYTES, NUMBERS = torch.zeros(10, 13, dtype=torch.int8), torch.zeros(3)  # 130 codes: three blocks
-
-
-@pytest.mark.parametrize(
-    ("paths", "leaves", "found"),
-    [
-        (["mu/codes/w", "mu/scales/w"], [BYTES, NUMBERS], {1: 0}),
-        (["mu/scales/w", "mu/codes/w"], [NUMBERS, BYTES], {0: 1}),
-        (["codes/scales/w", "codes/codes/w"], [NUMBERS, BYTES], {0: 1}),
-        (["mu/codes/w", "mu/scales/w"], [BYTES, torch.zeros(2)], {}),
-        (["mu/codes/w", "mu/scales/w"], [BYTES, torch.zeros(3, 1)], {}),
-        (["mu/codes/w", "mu/scales/w"], [BYTES, torch.zeros(3, dtype=torch.int64)], {}),
-        (["mu/codes/w", "mu/scales/w"], [BYTES.float(), NUMBERS], {}),
-        (["mu/codes/w", "nu/scales/w"], [BYTES, NUMBERS], {}),
-        (["mu/codes/w", "mu/scales/w"], [BYTES[:0], torch.zeros(0)], {}),
-        (["mu/codes/w", "mu/w"], [BYTES, NUMBERS], {}),
-    ],
-)
-def test_scales_are_those_of_the_codes_beside_them(
-    paths: list[str], leaves: list[torch.Tensor], found: dict[int, int]
-) -> None:
-    assert scales(paths, leaves) == found
-    for path in paths:
-        assert scales(paths, leaves, per_rank=[path]) == {}, "what each rank keeps for itself is whole"
+def test_a_leaf_alone_is_named_below_its_entry() -> None:
+    paths = ["params/a/w", "b"]
+    first, second = leaf_classes([0, 1], paths, [torch.ones(2), torch.ones(3)])
+    assert (first.key, first.members) == (("a", "w"), (("params", 0),))
+    assert (second.key, second.members) == (("b",), (("b", 1),)), "its column has the name of its entry"
 
 
-def test_scales_join_the_class_of_their_codes() -> None:
-    paths = ["mu/codes/w", "mu/scales/w", "params/w", "nu/codes/v"]
-    leaves = [BYTES, NUMBERS, torch.zeros(10, 13), BYTES]
-    made = with_scales(leaf_classes([0, 2, 3], paths, leaves), {1: 0}, paths, leaves)
-    (one,) = made
-    assert one.members == (("params", 2), ("mu/codes", 0), ("mu/scales", 1)), "codes without a number are no class"
+def test_what_is_not_yet_decided_of_a_class_is_the_plainest() -> None:
+    """Whole on every rank, in fp32, coded not at all, in no chunk."""
+    one = LeafClass(("w",), (("params", 0),))
+    assert (str(one.layout), one.stage, one.cast, one.coding, one.chunk) == ("", 0, torch.float32, EXACT, None)
+    assert one.nbytes == 0
+
+
+def test_leaves_join_through_one_another() -> None:
+    """Two moments and an average, none of which is the first in the tree."""
+    assert classes("ema/w", "opt/mu/w", "opt/nu/w", "params/w") == {
+        "w": [("ema", "ema/w"), ("opt/mu", "opt/mu/w"), ("opt/nu", "opt/nu/w"), ("params", "params/w")]
+    }
+    assert [*classes("b/x/w", "c/x/w", "a/y/w", "d/y/w")] == ["x/w", "y/w"], "in the order of the tree"

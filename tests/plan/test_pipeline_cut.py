@@ -6,7 +6,7 @@ import pytest
 
 import fzero
 from fzero.ir.decisions import Choice
-from fzero.plan.pipeline_cut import Cut, cut_layers
+from fzero.plan.pipeline_cut import Cut, cut_layers, in_order, layer_of
 
 LAYERS = {"blocks.10": 4, "blocks.2": 4, "blocks.0": 4, "blocks.1": 4}
 GIVEN: list[tuple[Mapping[str, int], int, int]] = []
@@ -54,3 +54,18 @@ def test_fewer_layers_than_chunks_are_refused() -> None:
     with pytest.raises(fzero.SpecError, match=r"2 chunks need as many numbered layers.*there are 1: blocks.0"):
         cut("blocks/1", layers={"blocks.0": 4})
     assert cut("blocks/1", layers={"blocks.0": 4, "blocks.1": 4}).chunk_of == {"blocks.0": 0, "blocks.1": 1}
+
+
+def test_the_chunk_of_a_leaf() -> None:
+    """Of a layer with a number its chunk; else the first for what is named as an embedding, the last for the others."""
+    made = cut("blocks/1", "blocks/2", roles=(0, 1, 0))
+    chunks = {path: made.chunk(path) for path in ("blocks/0/w", "blocks/1/w", "blocks/10/a/b", "wte", "head/w", "pos")}
+    assert chunks == {"blocks/0/w": 0, "blocks/1/w": 1, "blocks/10/a/b": 2, "wte": 0, "head/w": 2, "pos": 0}
+    assert made.chunk("compose") == 2, "no position"
+
+
+def test_encoders_come_before_decoders_and_numbers_are_numbers() -> None:
+    assert in_order(["dec.1", "dec.0", "enc.10", "enc.9"]) == ["enc.9", "enc.10", "dec.0", "dec.1"]
+    assert in_order(["b.0", "a.1"]) == ["a.1", "b.0"]
+    assert layer_of("h/3/mlp/0/w") == ("h.3", True)
+    assert layer_of("norm/w") == ("norm", False)

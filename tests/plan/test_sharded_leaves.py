@@ -65,3 +65,47 @@ def test_moments_in_blocks_are_not_cut() -> None:
     mu = {"codes": {"w": torch.ones(64, 2, dtype=torch.int8)}, "scales": {"w": torch.ones(2)}}
     with pytest.raises(fzero.SpecError, match="moments in blocks of 64 elements"):
         leaves({"params": {"w": torch.ones(64, 2)}, "opt_state": {"mu": mu}}, {"w": P("tp", None)})
+
+
+def factored(**rules: P) -> dict[str, Leaf]:
+    """A matrix, the rows and columns of its second moment, as Adafactor has them, and one that stays whole."""
+    opt = {"row": {"w": torch.ones(4)}, "col": {"w": torch.ones(6)}}
+    names = {"row_w": "opt_state/row/w", "col_w": "opt_state/col/w"}
+    shard = {names.get(name, name): dims for name, dims in rules.items()}
+    return leaves({"opt_state": opt, "params": {"a": torch.ones(4), "w": torch.ones(4, 6)}}, shard)
+
+
+def test_what_follows_a_leaf_lies_as_the_dims_that_it_has() -> None:
+    """Also where it comes before it in the tree."""
+    found = factored(w=P(None, "tp"))
+    shapes = {path: leaf.local_shape for path, leaf in found.items()}
+    assert shapes == {"opt_state/col/w": (3,), "opt_state/row/w": (4,), "params/a": (4,), "params/w": (4, 3)}
+    shapes = {path: leaf.local_shape for path, leaf in factored(w=P("tp", None)).items()}
+    assert shapes["opt_state/row/w"] == (2,)
+    assert shapes["opt_state/col/w"] == (6,)
+
+
+def test_what_follows_a_leaf_may_have_a_rule_of_its_own() -> None:
+    found = factored(row_w=P("tp"), w=P(None, "tp"))
+    assert found["opt_state/row/w"].local_shape == (2,)
+    assert found["opt_state/col/w"].local_shape == (3,)
+    assert found["params/w"].local_shape == (4, 3)
+
+
+def test_a_matrix_that_is_stepped_whole_is_not_cut() -> None:
+    made = {"params": {"w": torch.ones(64, 2)}, "opt_state": {"matrices": {"w": torch.ones(64, 2)}}}
+    with pytest.raises(fzero.SpecError, match=r"params/w is stepped as a whole matrix \(opt_state/matrices\)"):
+        leaves(made, {"w": P("tp", None)})
+    assert leaves(made, {"w": P()})["params/w"].local_shape == (64, 2)
+
+
+def test_the_shape_that_a_rule_cuts_is_that_of_the_parameter() -> None:
+    with pytest.raises(fzero.SpecError, match=r"w.*5"):
+        leaves(state(w=torch.ones(5, 6)), {"w": P("tp", None)})
+
+
+@pytest.mark.parametrize("rule", ["**", "**/n", "params/n", "n"])
+def test_a_rule_without_axes_for_a_leaf_that_is_never_cut_is_right(rule: str) -> None:
+    """And one for all leaves need not place any."""
+    values = state(w=torch.ones(4), n=torch.ones(2, dtype=torch.int64))
+    assert leaves(values, {"w": P("tp"), rule: P()})["params/w"].local_shape == (2,)

@@ -7,6 +7,7 @@ import torch
 from fzero import tree
 from fzero.ir.decisions import Choice
 from fzero.ir.mesh import Mesh
+from fzero.ir.records import Ref
 from fzero.plan.layout import layout
 from fzero.plan.pipeline_cut import cut_layers
 from fzero.plan.state_plan import Plan
@@ -60,3 +61,28 @@ def test_padding_is_what_no_leaf_uses() -> None:
     plan = layout(paths, values, mesh=Mesh((("dp", 2),)), zero=3)
     assert plan.padding_bytes() == {"params:small": 4 * (128 - 65)}
     assert planned().padding_bytes() == {}
+
+
+def test_axes_of_the_batch_and_the_finest_slices() -> None:
+    """The inner axis comes first there: a slice of it lies within a slice along it alone."""
+    paths, values, _ = tree.flatten(STATE)
+    mesh = Mesh((("pp", 1), ("dp_out", 2), ("dp", 3), ("tp", 1)))
+    plan = layout(paths, values, mesh=mesh, zero=3)
+    assert (plan.axis, plan.finest, plan.data_ranks, plan.world_size) == ("dp_out.dp", "dp.dp_out", 6, 6)
+    buffer = plan.buffers["params:blocks.0"]
+    assert plan.column(buffer).axes == buffer.sharded == "dp.dp_out"
+    assert plan.owners(buffer) == [0, 3, 1, 4, 2, 5], "in the order of its slices"
+
+
+def test_what_each_rank_has_of_its_own_is_stacked_by_the_batch() -> None:
+    paths, values, _ = tree.flatten(STATE)
+    plan = layout(paths, values, mesh=Mesh((("dp", 2),)), per_rank=("count",))
+    assert plan.column(plan.buffers["count"]) == plan.batch
+    assert plan.owners(plan.buffers["count"]) == [0, 1]
+
+
+def test_the_reference_to_a_leaf_is_its_slot() -> None:
+    plan = planned()
+    of = {leaf.path: plan.ref(leaf) for leaf in plan.leaves}
+    assert of["count"] == Ref("count")
+    assert of["params/blocks/2/w"] == Ref("params:blocks.2", 0, 128, (128,))

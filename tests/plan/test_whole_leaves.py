@@ -21,10 +21,10 @@ from fzero.ir import segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op
 from fzero.ir.program import Program, wire_bytes
-from fzero.ir.records import ALIGN, Ref
+from fzero.ir.records import ALIGN, Bucket, Ref, Slot
 from fzero.plan.layout import layout
 from fzero.plan.state_plan import Plan
-from fzero.plan.whole_leaves import MOST_PADDING, is_whole, pack
+from fzero.plan.whole_leaves import MOST_PADDING, fits, is_whole, pack, separate
 from fzero.state import storage
 from fzero.verify.rules import verify
 from fzero.verify.terms import Undefined, Vec, apply
@@ -50,6 +50,72 @@ def test_packed_leaves_are_aligned_apart_and_on_one_rank(sizes: list[int], world
     assert ends <= length
     rounded = [-(-n // ALIGN) * ALIGN for n in sizes]
     assert size <= sum(rounded) / world + max(rounded)  # Graham's bound
+
+
+def test_the_largest_goes_first_into_the_slice_with_the_least() -> None:
+    assert pack([64, 64, 64], 2) == ([0, 128, 64], 256), "of equal ones the first"
+    assert pack([64, 1000, 65], 3) == ([2048, 0, 1024], 3 * 1024)
+    assert pack([], 2) == ([], 2 * ALIGN)
+
+
+def test_a_quarter_of_padding_is_allowed() -> None:
+    assert fits([128, 64], 2)
+    assert not fits([128, 63], 2)
+    assert not fits([64], 2)
+    assert fits([3], 1) is False, "the ends of leaves are padding too"
+
+
+def test_whether_a_leaf_lies_in_one_slice() -> None:
+    slots = tuple(Slot(f"{i}", start, stop, (stop - start,)) for i, (start, stop) in enumerate(
+        [(0, 64), (64, 129), (192, 256), (0, 128), (127, 128), (128, 129)]))  # fmt: skip
+    bucket = Bucket("b", 256, slots, "dp")
+    assert [is_whole(bucket, i, 2) for i in range(6)] == [True, False, True, True, True, True]
+
+
+GROUP: dict[str, tuple[object, ...]] = {
+    "a": ("a", 1, "columns"), "b": ("b", 1, "columns"), "c": ("c", 1, "others"), "d": ("d", 3, "columns"),
+}  # fmt: skip
+
+
+def separated(sizes: dict[str, list[int]], fill: int = 128, world: int = 2) -> tuple[dict[str, list[int]], list[Any]]:
+    """(what is left of each group, the runs). sizes: of each group's classes; a negative one is not wanted whole."""
+    every = [n for own in sizes.values() for n in own]
+    numbers, groups = iter(range(len(every))), dict[tuple[object, ...], list[int]]()
+    for name, own in sizes.items():
+        groups[GROUP[name]] = [next(numbers) for _ in own]
+    rest, runs = separate(groups, lambda c: every[c] > 0, lambda c: abs(every[c]), fill, world)
+    return {str(key[0]): members for key, members in rest.items()}, runs
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rest", "runs"),
+    [
+        ({"a": [64, 64]}, {}, [("a", 1, [0, 1])]),
+        ({"a": [64, 64, 64, 64]}, {}, [("a", 1, [0, 1]), ("a", 1, [2, 3])]),
+        ({"a": [64] * 5}, {}, [("a", 1, [0, 1]), ("a", 1, [2, 3, 4])]),  # the last alone would be half padding
+        ({"a": [64] * 3}, {}, [("a", 1, [0, 1, 2])]),
+        ({"a": [64, -64]}, {"a": [0, 1]}, []),
+        ({"d": [64, 64]}, {}, [("d", 3, [0, 1])]),
+        ({"d": [64]}, {"d": [0]}, []),
+        ({"a": [64], "b": [64]}, {}, [("matrices", 1, [0, 1])]),
+        ({"a": [64], "c": [64]}, {"a": [0], "c": [1]}, []),
+        ({"a": [64], "d": [64]}, {"a": [0], "d": [1]}, []),
+        ({"a": [64], "b": [6400, 64]}, {"b": [1]}, [("matrices", 1, [0, 2])]),
+        ({"a": [64, 64], "b": [64]}, {"b": [2]}, [("a", 1, [0, 1])]),
+    ],
+)
+def test_which_leaves_are_packed_together(sizes: Any, rest: Any, runs: Any) -> None:
+    assert separated(sizes) == (rest, runs)
+    names = [*sizes]
+    alone = separated(sizes, world=1)
+    assert ([*alone[0]], alone[1]) == (names, []), "one rank holds all whole"
+
+
+def test_a_bucket_is_at_least_full() -> None:
+    """Beyond that it is cut, where the padding allows it."""
+    assert separated({"a": [64] * 4}, fill=256)[1] == [("a", 1, [0, 1, 2, 3])]
+    assert separated({"a": [64] * 4}, fill=1)[1] == [("a", 1, [0, 1]), ("a", 1, [2, 3])]
+    assert separated({"a": [64] * 6}, fill=200)[1] == [("a", 1, [0, 1, 2]), ("a", 1, [3, 4, 5])]
 
 
 def planned(params: Any, world: int, zero: Any, cap: int = 1 << 20) -> Plan:

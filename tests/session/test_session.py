@@ -22,7 +22,7 @@ from helpers import free_port
 import fzero
 from fzero._torch_compat import FakeTensorMode, forget_fakes
 from fzero.errors import CaptureError, DonatedError, VerifyError
-from fzero.ir.records import DISK, Buffer
+from fzero.ir.records import DISK, HOST, Buffer
 from fzero.phases import Phases
 from fzero.session import session
 
@@ -165,6 +165,47 @@ def test_the_file_has_room_for_what_the_largest_program_keeps_there(monkeypatch:
     monkeypatch.setattr(runtime.memory, "file", SimpleNamespace(grow=grown.append))
     runtime.bind(lowered)
     assert grown == [4096 + (1 << 20)]
+
+
+def test_moves_to_the_host_share_an_arena_as_large_as_the_largest_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runtime = first()
+    lowered, made = runtime.compiled(torch.ones(2, 4)), list[tuple[Any, int]]()
+
+    def host_memory(device: torch.device, room: int) -> torch.Tensor:
+        made.append((device, room))
+        return torch.zeros(room, dtype=torch.uint8)
+
+    before = runtime.bind(lowered)
+    kept = Buffer("kept", torch.uint8, (1 << 20,), "grad", space=HOST, at=4096)
+    program = replace(lowered.program, buffers={**lowered.program.buffers, "kept": kept})
+    runtime.programs["another phase"] = replace(lowered, programs={0: program})
+    monkeypatch.setattr(session, "host_memory", host_memory)
+    after = runtime.bind(lowered)
+    assert after is not before, "it holds the old arena"
+    assert after is runtime.bind(lowered)
+    assert made == [(runtime.device, 4096 + (1 << 20))]
+    assert runtime.host_arena.numel() == 4096 + (1 << 20)
+
+
+def test_the_programs_that_were_not_used_for_the_longest_time_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MAX_PROGRAMS", 2)
+    _, runtime = first()
+    one, two = (runtime.compiled(torch.ones(rows, 4)) for rows in (1, 2))
+    assert runtime.compiled(torch.ones(1, 4)) is one
+    runtime.bind(two)
+    three = runtime.compiled(torch.ones(3, 4))
+    assert [*runtime.programs.values()] == [one, three]
+    assert not runtime.bound, "nor is its executor kept"
+
+
+def test_costs_of_products_are_those_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, runtime = first()
+    monkeypatch.setattr(session, "Costs", lambda *given, **named: (given, named))
+    monkeypatch.setattr(session, "default_store", lambda: "store")
+    assert runtime.costs == (("products",), {"rank": 0, "store": None})
+    other = replace(runtime, world_size=2, rank=1)
+    assert other.costs == (("products",), {"rank": 1, "store": "store"})
+    assert other.costs is other.costs
 
 
 def test_the_session_shows_the_state_by_its_shapes() -> None:

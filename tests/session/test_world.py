@@ -159,6 +159,25 @@ def test_an_error_of_the_filler_is_told_before_it_is_raised(told: list[Told]) ->
     assert (call, digest, str(failure)) == ("load", "", "no such leaf")
 
 
+def test_an_update_that_roles_cannot_make_is_told_before_memory_is_taken(
+    told: list[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, error = spec(), SpecError("needs leaves of several roles")
+
+    def check(given: Any, state: Any, plan: Any, device: torch.device) -> None:
+        assert given is of
+        assert {name: x.shape for name, x in state["params"].items()} == {name: x.shape for name, x in PARAMS.items()}
+        assert {leaf.path for leaf in plan.leaves} >= {"params/w", "params/v"}
+        assert device == CPU
+        raise error
+
+    monkeypatch.setattr(module, "check_update", check)
+    monkeypatch.setattr(module, "transport_for", lambda *given: pytest.fail("nothing is made"))
+    with pytest.raises(SpecError, match="several roles"):
+        made(told, of=of)
+    assert [(one.call, one.failure) for one in told] == [("init", error)]
+
+
 def test_an_error_of_a_read_is_told_before_it_is_raised(told: list[Told]) -> None:
     one = spec()
     filler = Filler(recipe_for(one, PARAMS, None, CPU))

@@ -55,7 +55,6 @@ SCALARS = {aten.min.default, aten.all.default, aten.prod.default}  # of all elem
 # --- brute force ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(70)
 @pytest.mark.parametrize("op", CASES, ids=str)
 def test_every_strategy_computes_the_op(op: Any) -> None:
     """Parts, the local call, joined: the op on the whole. Ranks of a `Partial` hold random addends."""
