@@ -75,14 +75,15 @@ def fake_empty(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, d
 
 
 def fake_by_kernel(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: FakeTensor) -> Any:
-    """An op's results by its kernel for meta tensors, of one device and `like`'s mode: past decompositions and symbolic
-    sizes, which take fifty times as long (`in_kernel_invocation_manager`: 2.11.0, 2.13.0)."""
+    """An op's results by its kernel for meta tensors, of one device and `like`'s mode; None where one is not wanted.
+    Past decompositions and symbolic sizes, which take fifty times as long (`in_kernel_invocation_manager`: 2.11.0,
+    2.13.0)."""
     mode, device = like.fake_mode, like.fake_device
     with in_kernel_invocation_manager(mode):
         results = op(*args, **kwargs)
     if isinstance(results, torch.Tensor):
         return FakeTensor(mode, results, device)
-    return type(results)(FakeTensor(mode, x, device) for x in results)
+    return type(results)(None if x is None else FakeTensor(mode, x, device) for x in results)
 
 
 @functools.cache

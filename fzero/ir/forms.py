@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero._torch_compat import FakeTensor, OpOverload, fake_by_kernel, fake_of_form, fake_rule
+from fzero.ir import fx_values
 from fzero.ir.op_info import of
 
 aten = torch.ops.aten
@@ -29,7 +30,7 @@ _TAGS = {
 }
 _STATIC = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _NEVER = object()  # the key of a call whose results may follow from more
-_kept: dict[Any, list[tuple[Any, ...]] | None] = {}  # forms of a call's results; None: they are not to be kept
+_kept: dict[Any, list[tuple[Any, ...] | None] | None] = {}  # forms of a call's results; None: they are not to be kept
 
 
 def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -48,7 +49,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
                 _kept.clear()
             _kept[key] = _forms(operands, [result] if kind is torch.Tensor else result, _shares(op))
         return result
-    made = [fake_of_form(operands[0], *form) for form in forms]
+    made = [None if form is None else fake_of_form(operands[0], *form) for form in forms]
     return made[0] if kind is torch.Tensor else kind(made)
 
 
@@ -58,7 +59,7 @@ def _asked(
     if of(op).fake == "kernel" and kwargs.get("device") is None and _alike(op, operands) and _settled(op, operands):
         with contextlib.suppress(RuntimeError, IndexError, ValueError):  # torch's rule says what is wrong
             result = fake_by_kernel(op, args, kwargs, operands[0])
-            if _settled(op, result if isinstance(result, (list, tuple)) else [result]):
+            if _settled(op, fx_values.tensors(result if isinstance(result, (list, tuple)) else [result])):
                 return result
     return rule(*args, **kwargs)
 
@@ -125,18 +126,22 @@ def _is_plain(x: Any) -> bool:
 
 def _forms(
     operands: Sequence[FakeTensor], results: Sequence[Any], shares: bool
-) -> list[tuple[Any, ...]] | None:  # fmt: skip
+) -> list[tuple[Any, ...] | None] | None:  # fmt: skip
     """(whether it lies in the first operand's memory, shape, strides, offset, dtype, device) of each result; the offset
-    from the first operand's own. None where that does not say what it is."""
-    if any(not _is_plain(x) or any(x is y for y in operands) for x in results):
+    from the first operand's own; None of a result that is not wanted. None where that does not say what they are."""
+    made = [x for x in results if x is not None]
+    if any(not _is_plain(x) or any(x is y for y in operands) for x in made):
         return None
     first, taken = operands[0], {_memory(x) for x in operands}
-    for x in results:
+    for x in made:
         if (_memory(x) != _memory(first) or x.dtype is not first.dtype) if shares else _memory(x) in taken:
             return None
         taken.add(_memory(x))
     own = first.storage_offset() if shares else 0
-    return [(shares, tuple(x.shape), x.stride(), x.storage_offset() - own, x.dtype, x.fake_device) for x in results]
+    return [
+        None if x is None else (shares, tuple(x.shape), x.stride(), x.storage_offset() - own, x.dtype, x.fake_device)
+        for x in results
+    ]
 
 
 def _memory(x: FakeTensor) -> int:

@@ -18,6 +18,7 @@ from fzero._torch_compat import FakeTensor, FakeTensorMode
 from fzero.ir import forms, fx_nodes
 from fzero.ir.recorder import record
 
+aten = torch.ops.aten
 OPS = {f"{op.name}{'.' if op.variant_test_name else ''}{op.variant_test_name}": op for op in op_db}
 HELD, WEIGHT = torch.ones(3), torch.nn.Parameter(torch.ones(3))
 
@@ -157,3 +158,21 @@ def test_over_torchs_operator_database(name: str) -> None:
             call(*map(mode.from_tensor, inputs))
         ours, theirs = by_both(call, *inputs)
         assert ours == theirs
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, True, False), (False, True, True)])
+def test_forms_of_a_layer_norm(device: str, dtype: torch.dtype, of_weight: torch.dtype, wanted: Any) -> None:
+    """Statistics of narrow rows differ by device, and its backward leaves out what nobody wants."""
+    mode = FakeTensorMode()
+
+    def fake(*shape: int, like: torch.dtype) -> FakeTensor:
+        return FakeTensor(mode, torch.empty(shape, dtype=like, device="meta"), torch.device(device))
+
+    x, weight = fake(2, 3, 4, like=dtype), fake(4, like=of_weight)
+    with mode, Twice() as seen:
+        y, mean, rstd = aten.native_layer_norm(x, [4], weight, None, 1e-5)
+        aten.native_layer_norm_backward(y, x, [4], mean, rstd, weight, None, wanted)
+    assert seen.hits == 2
