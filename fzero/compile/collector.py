@@ -11,6 +11,7 @@ from contextlib import contextmanager
 MANY = 300_000  # objects, some 30 MB; of a small step there are fewer
 _frozen = False  # whether a `collector_paused` around this one has frozen what there is
 _others = False  # whether somebody else has frozen objects
+_made = 0  # objects of the contexts since the last collection of all: Python's own count of these knows nothing of them
 
 
 @contextmanager
@@ -18,8 +19,11 @@ def collector_paused() -> Iterator[None]:
     """A context without garbage collection but by `collect`. The collector would walk the graphs of a lowering,
     hundreds of thousands of objects, again and again: a third of the time. What was there before is not walked at all,
     unless somebody else has frozen objects. (Python counts frozen objects one by one: it is not asked in a context
-    within a context, and never again once somebody else has.)"""
-    global _frozen, _others
+    within a context, and never again once somebody else has.)
+
+    Objects that were frozen count as old ever after, and Python walks old ones only after many new. So all is collected
+    here, once contexts have left `MANY` objects together."""
+    global _frozen, _others, _made
     _others = _others or (not _frozen and gc.get_freeze_count() > 0)
     was, freezes = gc.isenabled(), not _frozen and not _others
     gc.disable()
@@ -29,9 +33,14 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
+        made = gc.get_count()[0]
         if freezes:
             gc.unfreeze()
             _frozen = False
+            _made += made
+            if was and _made > MANY:
+                gc.collect()
+                _made = 0
         if was:
             gc.enable()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -45,3 +46,21 @@ def test_what_somebody_else_has_frozen_stays_frozen_and_is_counted_once(monkeypa
             assert not gc.isenabled()
     assert count() > frozen // 2  # another thread may have dropped some of them
     assert len(asked) == 1
+
+
+def test_what_outlives_one_context_is_collected_after_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a context froze is old to Python, which seldom walks old objects: each lowering left its program behind."""
+    monkeypatch.setattr(collector, "MANY", 1_000)
+    monkeypatch.setattr(collector, "_made", 0)
+
+    class Ring:
+        def __init__(self) -> None:
+            self.own = self
+
+    kept: list[Ring] = []
+    made: list[weakref.ref[Ring]] = []
+    for _ in range(20):
+        with collector_paused():
+            kept = [Ring() for _ in range(300)]  # those of the context before are garbage from here on
+        made += map(weakref.ref, kept)
+    assert sum(ring() is not None for ring in made) <= 2_000
