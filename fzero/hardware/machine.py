@@ -21,9 +21,9 @@ class Device:
     memory_gib, reserved_gib: its memory, and what a context and the communicators take of it. headroom: the part of the
     rest that is kept free, for an allocator's holes. flops: by dtype ("bf16", "fp16", "fp32", "fp8"), the peak
     operations a second of dense products. efficiency: the part of it that large products reach. small_side: a product
-    whose least side is this long reaches half of that. attention: the part that attention reaches. memory_bytes: bytes
-    a second. memory_efficiency: the part of it that elementwise work reaches. launch_us: microseconds that a call takes
-    at least.
+    whose least side is this long reaches half of that. attention: what attention reaches, as a part of the faster of
+    16 bits and fp32. memory_bytes: bytes a second. memory_efficiency: the part of it that elementwise work reaches.
+    launch_us: microseconds that a call takes at least.
     """
 
     memory_gib: float
@@ -189,6 +189,6 @@ class Hardware:
             host_bytes=self.host.adam_bytes if self.host is not None else 0.0,
             axes=axes,
             small_side=device.small_side,
-            attention=device.attention * device.flops.get(low, device.flops["fp32"]),
+            attention=device.attention * max(device.flops.get(low, 0.0), device.flops["fp32"]),
             launch=device.launch_us * 1e-6,
         )

@@ -140,3 +140,10 @@ def test_small_products_and_short_calls_take_longer_than_their_operations() -> N
     work = 2 * 2 * 2048 * 64 * 4096 / plain.flops[4]
     assert small - base == pytest.approx(work, rel=0.02)  # forward and the weight's gradient: least sides 64, 64
     assert fzero.simulate(lowered, replace(plain, launch=1.0)).compute >= 2.0
+
+
+@pytest.mark.parametrize("low", [1e8, 8e11])
+def test_attention_is_a_part_of_the_faster_dtype(low: float) -> None:
+    """A processor without 16-bit products is slow in bf16, and its attention in fp32 is not."""
+    device = Device(memory_gib=1, memory_bytes=1e10, flops={"fp32": 1e11, "bf16": low}, attention=0.25)
+    assert Hardware(name="one", device=device).rates(Mesh((("dp", 1),))).attention == 0.25 * max(low, 1e11)
