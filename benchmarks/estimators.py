@@ -26,8 +26,11 @@ from benchmarks.run import RESULTS, write
 SIZE, RANKS, MEASURED = "gpt2", 2, "gpt2_fp32"
 
 
-def of_deepspeed(parameters: int, largest: int) -> Iterator[tuple[str, int]]:
+def of_deepspeed() -> Iterator[tuple[str, int]]:
     """(contender, bytes of a device) by `deepspeed.runtime.zero`'s estimators, with their defaults."""
+    model = empty_model(SIZES[SIZE])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    largest = max(sum(p.numel() for p in layer.parameters(recurse=False)) for layer in model.modules())
     for stage, module in (("2", "stage_1_and_2"), ("3", "stage3")):
         tools = importlib.import_module(f"deepspeed.runtime.zero.{module}")
         estimate = getattr(tools, f"estimate_zero{stage}_model_states_mem_needs")
@@ -36,13 +39,13 @@ def of_deepspeed(parameters: int, largest: int) -> Iterator[tuple[str, int]]:
         yield f"deepspeed{stage}", int(found[1])
 
 
-def of_accelerate(_: int, __: int) -> Iterator[tuple[str, int]]:
+def of_accelerate() -> Iterator[tuple[str, int]]:
     """What `accelerate estimate-memory` prints as training with Adam: four times the model."""
     total, _largest = importlib.import_module("accelerate.utils").calculate_maximum_sizes(empty_model(SIZES[SIZE]))
     yield "ddp", 4 * int(total)
 
 
-def of_fzero(_: int, __: int) -> Iterator[tuple[str, int]]:
+def of_fzero() -> Iterator[tuple[str, int]]:
     """The planned peak of a rank, by stage."""
     size = SIZES[SIZE]
     tokens = torch.empty((size.batch, size.sequence), dtype=torch.int64, device="meta")
@@ -56,9 +59,7 @@ ESTIMATORS = {"DeepSpeed": of_deepspeed, "Accelerate": of_accelerate, "fzero": o
 
 
 def main() -> None:
-    console, model = Console(width=120), empty_model(SIZES[SIZE])
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    largest = max(sum(p.numel() for p in layer.parameters(recurse=False)) for layer in model.modules())
+    console = Console(width=120)
     record = json.loads((RESULTS / f"{MEASURED}.json").read_text())
     measured = record["cases"][0]["contenders"]
     rows: list[dict[str, Any]] = []
@@ -66,7 +67,7 @@ def main() -> None:
         try:
             rows += [
                 {"tool": tool, "of": name, "says": says, "measured": int(measured[name]["live_peak_bytes"])}
-                for name, says in estimate(parameters, largest)
+                for name, says in estimate()
             ]
         except ImportError as error:
             console.print(f"{tool} is left out: {error}")

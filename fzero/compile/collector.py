@@ -33,11 +33,10 @@ def collector_paused() -> Iterator[None]:
     try:
         yield
     finally:
-        made = gc.get_count()[0]
         if freezes:
+            _made += gc.get_count()[0]
             gc.unfreeze()
             _frozen = False
-            _made += made
             if was and _made > MANY:
                 gc.collect()
                 _made = 0

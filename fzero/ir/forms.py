@@ -74,7 +74,7 @@ def _alike(op: OpOverload, operands: Sequence[FakeTensor]) -> bool:
 
 
 def _settled(op: OpOverload, values: Sequence[torch.Tensor]) -> bool:
-    """Whether nothing is left to a rule's taste: strides of dims of one element say nothing, and rules differ there
+    """Whether strides follow from shapes and operands: of dims of one element they say nothing, and rules differ there
     unless all lies in plain order."""
     long = all(size > 1 for x in values for size in x.shape)
     return long or (not _shares(op) and all(x.is_contiguous() for x in values))
