@@ -51,10 +51,10 @@ def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
     Each note is cut at NOTE_BYTES, and zero bytes at its end are lost. The cost is one small all-gather over gloo.
     Raises HangError if a rank does not come.
     """
-    note = note[:NOTE_BYTES]
-    local = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    local[: len(note)] = torch.tensor(list(note), dtype=torch.uint8)
-    return [bytes(t.tolist()).rstrip(b"\0") for t in gathered(local, world_size, group)]
+    notes = torch.frombuffer(bytearray(NOTE_BYTES * world_size), dtype=torch.uint8).view(world_size, NOTE_BYTES)
+    local = torch.frombuffer(bytearray(note[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
+    _all_gather(list(notes), local, group)  # gloo's threads let go of them when they like: Python's memory, not torch's
+    return [bytes(row).rstrip(b"\0") for row in notes.tolist()]
 
 
 def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:
@@ -62,8 +62,13 @@ def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Ten
 
     `local` has the same shape and dtype on every rank. Raises HangError if a rank does not come.
     """
-    presence = heartbeat.of(group)
     tensors = [torch.empty_like(local) for _ in range(world_size)]
+    _all_gather(tensors, local, group)
+    return tensors
+
+
+def _all_gather(tensors: list[torch.Tensor], local: torch.Tensor, group: Any) -> None:
+    presence = heartbeat.of(group)
     presence.waits = True
     try:
         dist.all_gather(tensors, local, group=group)
@@ -71,7 +76,6 @@ def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Ten
         raise presence.lost(error) from error
     finally:
         presence.waits = False
-    return tensors
 
 
 def from_first(text: str, call: str, rank: int, world_size: int, group: Any) -> str:
