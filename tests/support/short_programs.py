@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, fx
+
 import fzero
+from fzero._torch_compat import FakeTensorMode
 from fzero.ir.op import Op
 from fzero.ir.program import Program, op_text
+from fzero.ir.recorder import record
 
 RECORDS = ("bucket", "buffer", "metric")
 FACTS = "axis=dp updates=slices gathered=dropped reduced=produced"
@@ -45,3 +50,10 @@ def buffer_lines(program: Program) -> dict[str, str]:
     """The record of each buffer, as the program's text has it."""
     records = (line for line in str(program).splitlines() if line.startswith("buffer "))
     return {line.split()[1]: line for line in records}
+
+
+def segment(body: Callable[..., Sequence[Tensor] | None], *likes: Tensor | int | tuple[int, ...]) -> fx.GraphModule:
+    """A segment of what `body` does with inputs like these (a shape is of fp32): what it returns, and writes."""
+    with FakeTensorMode():
+        fakes = [torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else torch.empty(x) for x in likes]
+        return record(lambda *xs: list(body(*xs) or ()), fakes)

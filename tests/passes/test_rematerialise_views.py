@@ -1,0 +1,107 @@
+"""rematerialise_views: what is made anew before each use, what is made once, and that values stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from recorded import calls
+from short_programs import segment, shown, written
+from torch import Tensor, fx
+
+from fzero.ir import fx_nodes
+from fzero.passes.rematerialise_views import again, rematerialise_views
+
+RECORDS = """
+    bucket b length=64 w[0:64:8x8]
+    buffer p f32[64] param bucket=b
+    buffer x f32[8x8] batch
+    buffer y f32[8x8] activation
+    buffer z f32[8x8] activation
+"""
+
+
+def remade(body: Any, op: str = "run p[0:64:8x8] x -> y z  region=r0  fresh=2  segment=s") -> fx.GraphModule:
+    """The segment behind the pass. Its first input is a leaf, its second one is not."""
+    gm = segment(body, (8, 8), (8, 8))
+    program = rematerialise_views(written(RECORDS + op, segments={"s": gm}))
+    (made,) = program.segments.values()
+    given = torch.randn(8, 8), torch.randn(8, 8)
+    assert all(torch.equal(a, b) for a, b in zip(made(*given), gm(*given), strict=True))
+    return made
+
+
+def test_a_view_is_taken_before_each_use() -> None:
+    def body(w: Tensor, x: Tensor) -> list[Tensor]:
+        t = w.t()
+        a = x.mm(t)
+        return [a.sin(), a.mm(t)]
+
+    assert calls(remade(body)) == ["t", "mm", "sin", "t", "mm"]
+
+
+def test_a_use_that_reads_a_view_twice_takes_it_once() -> None:
+    def body(w: Tensor, x: Tensor) -> list[Tensor]:
+        t = w.t()
+        return [t * t, t.t() + x]
+
+    made = remade(body)
+    assert calls(made) == ["t", "mul", "t", "t", "add"]
+    product = next(n for n in made.graph.nodes if fx_nodes.op_name(n) == "mul")
+    assert product.args[0] is product.args[1]
+
+
+def test_a_cast_of_a_leaf_is_made_before_each_use_and_another_one_is_not() -> None:
+    def body(w: Tensor, x: Tensor) -> list[Tensor]:
+        low, own = w.t().bfloat16(), x.bfloat16()
+        a = own.mm(low)
+        return [a.float(), (own + low.t()).float()]
+
+    assert calls(remade(body)) == ["_to_copy", "t", "_to_copy", "mm", "_to_copy", "t", "_to_copy", "t", "add", "_to_copy"]
+
+
+def test_results_that_are_views_are_taken_for_the_results() -> None:
+    def body(w: Tensor, x: Tensor) -> list[Tensor]:
+        a = w.mm(x)
+        t = a.t()
+        return [t, t]
+
+    made = remade(body)
+    assert calls(made) == ["mm", "t"]
+    assert fx_nodes.outputs(made.graph)[0] is fx_nodes.outputs(made.graph)[1]
+
+
+def test_a_result_that_is_none_stays_none() -> None:
+    gm = segment(lambda w, x: [w + x], (8, 8), (8, 8))
+    fx_nodes.output(gm.graph).args = ([fx_nodes.outputs(gm.graph)[0], None],)
+    op = "run p[0:64:8x8] x -> y  region=r0  fresh=1  segment=s"
+    (made,) = rematerialise_views(written(RECORDS + op, segments={"s": gm})).segments.values()
+    assert fx_nodes.outputs(made.graph)[1] is None
+
+
+def test_ops_outside_of_regions_stay_and_equal_segments_are_one() -> None:
+    def body(w: Tensor, x: Tensor) -> list[Tensor]:
+        t = w.t()
+        return [x.mm(t), x + t]
+
+    gm = segment(body, (8, 8), (8, 8))
+    run = "run p[0:64:8x8] x -> y z  region=r0  fresh=2  segment=s\n"
+    text = run + run + run.replace("region=r0", "")
+    program = rematerialise_views(written(RECORDS + text, segments={"s": gm}))
+    assert [op.segment == "s" for op in program.ops] == [False, False, True]
+    assert program.ops[0] == program.ops[1]
+    assert shown(program.ops) == ["run p[0:64:8x8] x -> y z"] * 3
+
+
+def test_what_is_made_anew() -> None:
+    """Views; of leaves also casts, codes, what codes say, and casts of that."""
+
+    def body(w: Tensor, x: Tensor) -> list[Tensor]:
+        said = [torch.ops.fzero.decode_int8(torch.ops.fzero.encode_int8(v)) for v in (w, x)]
+        return [said[0].bfloat16() + said[1].bfloat16(), (w + x).bfloat16()]
+
+    gm = segment(body, (8, 8), (8, 8))
+    made_anew = again({fx_nodes.placeholders(gm.graph)[0]})
+    nodes = [n for n in gm.graph.nodes if fx_nodes.is_compute(n)]
+    found = [fx_nodes.op_name(n) for n in nodes if made_anew(n)]
+    assert found == ["encode_int8", "decode_int8", "_to_copy"]
