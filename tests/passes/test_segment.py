@@ -7,14 +7,17 @@ from typing import Any
 
 import cases
 import pytest
+import short_programs
 import torch
 from passed import upto
 from torch import Tensor
 
 import fzero
+from fzero.ir import fx_nodes
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
-from fzero.passes.segment import SMALL_BYTES, _phase, _units
+from fzero.passes.segment import SMALL_BYTES, _phase, _units, segment
+from fzero.shard.ops import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fzero.verify.rules import verify
 
 KB = 256  # elements of 4 bytes
@@ -125,3 +128,132 @@ def test_a_layer_begins_where_the_fewest_bytes_cross() -> None:
     later = forward[1]
     read = [ref.name for ref in later.reads if program.buffers[ref.name].kind == "activation"]
     assert len(read) == 1, "the value that the last layer left"
+
+
+# --- a region of two layers, by hand ---------------------------------------------------------------------------------
+
+SQUARE = (8, 8)
+REGION = """
+    bucket l.0 length=64 numbered w/0[0:64:8x8]
+    bucket l.1 length=64 numbered w/1[0:64:8x8]
+    buffer p0 f32[64] param bucket=l.0
+    buffer p1 f32[64] param bucket=l.1
+    buffer g0 f32[64] grad bucket=l.0
+    buffer g1 f32[64] grad bucket=l.1
+    buffer x f32[8x8] batch
+    buffer loss f32[] activation
+    run x p0[0:64:8x8] p1[0:64:8x8] -> loss g0[0:64:8x8] g1[0:64:8x8]  region=r0  microbatch=0  fresh=1  segment=s
+"""
+
+
+def cut(body: Any, chunk_of: dict[str, int] | None = None, transport: str = "p2p") -> Program:
+    """The region behind the pass; its first four ops are the forward."""
+    gm = short_programs.segment(body, *[SQUARE] * 5)
+    work = [n for n in gm.graph.nodes if fx_nodes.is_compute(n) and fx_nodes.op_name(n) != "copy_"]
+    for op in [n for n in work if not fx_nodes.is_view(n)][4:]:
+        op.meta["phase"] = "backward"
+    return segment(short_programs.written(REGION, segments={"s": gm}, transport=transport), chunk_of)
+
+
+def two_layers(x: Tensor, w0: Tensor, w1: Tensor, into0: Tensor, into1: Tensor) -> list[Tensor]:
+    a = x.mm(w0).tanh()
+    b = a.mm(w1)
+    total = b.sum()
+    g = b.cos()
+    into1.copy_(a.mm(g))
+    into0.copy_(x.mm(g.mm(w1)))
+    return [total]
+
+
+def moved(op: Any, *how: Any) -> Any:
+    """With a transfer behind the first product, and one of the first leaf's gradient."""
+
+    def body(x: Tensor, w0: Tensor, w1: Tensor, into0: Tensor, into1: Tensor) -> list[Tensor]:
+        a = x.mm(w0)
+        b = op(a, "dp", 2, *how)[:8].mm(w1)
+        total = b.sum()
+        g = b.cos()
+        into1.copy_(a.mm(g))
+        into0.copy_(op(g.mm(w1), "dp", 2, *how)[:8])
+        return [total]
+
+    return body
+
+
+def test_a_run_for_each_layer_and_a_buffer_for_what_crosses() -> None:
+    program = cut(two_layers)
+    assert short_programs.shown(program.ops) == short_programs.lines(
+        """
+        run x p0[0:64:8x8] -> r0.h0.0.0
+        run r0.h0.0.0 p1[0:64:8x8] -> loss r0.h1.1.0 g1[0:64:8x8]
+        run r0.h1.1.0 p1[0:64:8x8] x -> g0[0:64:8x8]
+        """
+    )
+    said = [(op.why, op.phase, op.chunk, op.microbatch) for op in program.ops]
+    assert said == [
+        ("forward l.0", "forward", None, 0),
+        ("forward and backward l.1", "region", None, 0),
+        ("backward l.0 l.1", "backward", None, 0),
+    ]
+    crossing = program.buffers["r0.h1.1.0"]
+    assert (crossing.shape, crossing.dtype, crossing.kind) == (SQUARE, torch.float32, "activation")
+
+
+def test_in_a_pipeline_a_run_for_each_chunk() -> None:
+    """A gradient's product with a leaf is made where the leaf is."""
+    program = cut(two_layers, {"l.0": 0, "l.1": 1})
+    assert short_programs.shown(program.ops) == short_programs.lines(
+        """
+        run x p0[0:64:8x8] -> r0.h0.0.0  chunk=0
+        run r0.h0.0.0 p1[0:64:8x8] -> loss r0.h1.1.0 g1[0:64:8x8]  chunk=1
+        run x r0.h1.1.0 -> g0[0:64:8x8]  chunk=0
+        """
+    )
+
+
+@pytest.mark.parametrize("chunks", [None, {"l.0": 0, "l.1": 1}])
+def test_a_transfer_is_an_op_between_two_runs(chunks: dict[str, int] | None) -> None:
+    program = cut(moved(ALL_REDUCE, "max"), chunks)
+    at, before, behind = (f"  chunk={n}" if chunks else "" for n in (0, 0, 1))
+    ops = short_programs.shown(program.ops)
+    assert ops[:4] == [
+        f"run x p0[0:64:8x8] -> r0.h0.0.0{before}",
+        f"all_reduce r0.h0.0.0 -> r0.h1.0.0 r0.h1.0.0.scratch  axis=dp{at}",
+        "wait r0.h1.0.0",
+        f"run r0.h1.0.0 p1[0:64:8x8] r0.h0.0.0 -> loss r0.h2.1.0 g1[0:64:8x8]{behind}",
+    ]
+    assert [op.split()[0] for op in ops[-3:]] == ["all_reduce", "wait", "run"]
+    assert ops[-1].split("  ")[0].endswith("-> g0[0:64:8x8]")
+    first, last = (op for op in program.ops if op.transfers)
+    assert (first.phase, last.phase, first.region, first.microbatch) == ("forward", "backward", "r0", 0)
+    assert (first.get("op"), first.get("divisor")) == ("max", 1)
+    assert program.buffers["r0.h1.0.0.scratch"].shape == (1, 32), "of a part of the other rank"
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "attrs"),
+    [
+        (ALL_GATHER, ([16, 8],), (None, None)),
+        (REDUCE_SCATTER, ([8, 8],), ("sum", 1)),
+    ],
+)
+def test_only_a_reduction_says_how_it_adds(op: Any, how: Any, attrs: tuple[Any, Any]) -> None:
+    program = cut(moved(op, *how), transport="nccl")
+    transfer = next(each for each in program.ops if each.transfers)
+    assert (transfer.kind, transfer.get("op"), transfer.get("divisor")) == (
+        str(op).split("axis_")[1].split(".")[0],
+        *attrs,
+    )
+    assert not [name for name in program.buffers if name.endswith("scratch")], "NCCL needs no memory of ours"
+
+
+def test_what_ranks_cannot_share_evenly_is_reduced_by_each() -> None:
+    """A number: no part of it is anybody's."""
+
+    def body(x: Tensor, w0: Tensor, w1: Tensor, into0: Tensor, into1: Tensor) -> list[Tensor]:
+        total = ALL_REDUCE((x.mm(w0) + w1).sum(), "dp", 2, "sum")
+        into0.copy_(x.mul(2.0))
+        into1.copy_(x.mul(3.0))
+        return [total]
+
+    assert [op.kind for op in cut(body).ops if op.transfers] == ["all_reduce_small"]
