@@ -45,6 +45,9 @@ def test_an_entry_that_is_one_leaf() -> None:
     assert classes("w", "opt/mu/w") == {"w": [("", "w"), ("opt/mu", "opt/mu/w")]}
     assert classes("params", "mu/params") == {"params": [("", "params"), ("mu", "mu/params")]}
     assert len(classes("a", "b")) == 2
+    assert classes("w", "b", "opt/mu/w", "opt/mu/b") == {
+        "w": [("", "w"), ("opt/mu", "opt/mu/w")], "b": [("", "b"), ("opt/mu", "opt/mu/b")]
+    }  # fmt: skip
 
 
 def test_names_of_a_class() -> None:

@@ -6,12 +6,13 @@ from itertools import product
 
 import pytest
 import torch
+from by_hand import Draft, aten
 from torch import Tensor
 
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh, parts_of
 from fzero.shard.layouts import WHOLE, AxisCut, Layout
-from fzero.shard.moves import Transition, by_way_of_whole, kind_of, transition, transitions
+from fzero.shard.moves import Move, Transition, by_way_of_whole, check_heads, kind_of, transition, transitions
 from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard, join, local_shape, own_part, split
 
 MESH = Mesh((("dp_out", 2), ("dp", 3), ("tp", 2)))
@@ -127,3 +128,42 @@ def test_slices_are_equal() -> None:
     assert local_shape((4, 6), Flat(), 3) == (8,)
     with pytest.raises(SpecError, match="5 ranks need equal stretches: 24 elements"):
         local_shape((4, 6), Flat(), 5)
+
+
+# --- dims that become heads -------------------------------------------------------------------------------------------
+
+HEADS = [
+    ((4, 12), Shard(1), (4, 3, 4), 2, "3"),
+    ((12,), Shard(0), (3, 4), 2, "3"),  # nothing before it
+    ((2, 2, 12), Shard(2), (4, 3, 4), 2, "3"),  # the dims before it are joined
+    ((4, 12), Shard(1), (4, 1, 3, 4), 2, "3"),  # past a dim of one
+    ((4, 12), Shard(1), (4, 6, 2), 4, "2, 3, 6"),
+    ((4, 36), Shard(1, groups=3), (4, 3, 3, 4), 2, "3"),  # q, k and v, then the heads of each
+    ((4, 12), Shard(1), (4, 4, 3), 2, None),  # two heads for each rank
+    ((4, 12), Shard(1), (4, 2, 6), 4, None),  # two ranks for each head: brought together
+    ((4, 36), Shard(1, groups=3), (4, 3, 4, 3), 2, None),
+    ((4, 12), Shard(1), (4, 12), 5, None),  # the dim itself
+    ((4, 12), Shard(1), (48,), 5, None),  # no head
+]
+
+
+@pytest.mark.parametrize(("before", "source", "after", "n", "fits"), HEADS, ids=str)
+def test_ranks_that_would_cut_heads_through_are_refused(
+    before: tuple[int, ...], source: Shard, after: tuple[int, ...], n: int, fits: str | None
+) -> None:
+    draft = Draft()
+    x = draft.input(*before)
+    reader = draft.call(aten.view.default, x, list(after))
+    move = Move("all_gather", "x", source, Replicated(), 1536.0, "forward", "view", "model.py:7", False, torch.float32)
+    if fits is None:
+        check_heads(x, source, reader, move, n, "tp", "layers/qkv")
+        return
+    heads = fits.split()[-1]
+    with pytest.raises(
+        SpecError, match=rf"as layers/qkv does, and becomes {heads} heads: {n} ranks would cut"
+    ) as error:
+        check_heads(x, source, reader, move, n, "tp", "layers/qkv")
+    assert str(error.value).startswith(
+        f"model.py:7: a dim of {before[source.dim]} lies in parts over {n} ranks of 'tp'"
+    )
+    assert f"1,536 bytes be gathered. Take as many ranks as divide the heads ({fits})" in str(error.value)

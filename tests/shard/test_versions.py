@@ -109,6 +109,7 @@ def test_a_part_of_drawn_numbers_is_drawn() -> None:
     found = steps(versions, kept, S0)
     assert [text.split(" ->")[0] for text in found] == [f"{numbers}: again R", f"{kept}: again S0"]
     assert list(versions.have[numbers]) == [R, S0]
+    assert steps(versions, numbers, S1)[0].startswith(f"{numbers}: again R"), "and another part is drawn too"
 
 
 def test_a_number_becomes_an_addend() -> None:
