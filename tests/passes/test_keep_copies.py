@@ -119,7 +119,9 @@ def interpreted(one: fzero.Spec, world: int, steps: int) -> dict[str, torch.Tens
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"microbatches": 2}, {"clip_norm": 0.1}, {"optimizer": MASKED}], ids=lambda options: "".join(options)
+    "options",
+    [{}, {"microbatches": 2}, {"clip_norm": 0.1}, {"optimizer": MASKED}],
+    ids=lambda options: "".join(options),
 )
 @pytest.mark.parametrize(("world", "zero"), [(w, z) for w in (1, 2, 4) for z in range(4)])
 @pytest.mark.sampled(3)

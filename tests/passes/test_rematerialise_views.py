@@ -57,7 +57,18 @@ def test_a_cast_of_a_leaf_is_made_before_each_use_and_another_one_is_not() -> No
         a = own.mm(low)
         return [a.float(), (own + low.t()).float()]
 
-    assert calls(remade(body)) == ["_to_copy", "t", "_to_copy", "mm", "_to_copy", "t", "_to_copy", "t", "add", "_to_copy"]
+    assert calls(remade(body)) == [
+        "_to_copy",
+        "t",
+        "_to_copy",
+        "mm",
+        "_to_copy",
+        "t",
+        "_to_copy",
+        "t",
+        "add",
+        "_to_copy",
+    ]
 
 
 def test_results_that_are_views_are_taken_for_the_results() -> None:
