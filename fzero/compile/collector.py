@@ -48,8 +48,9 @@ def collect() -> None:
     """A collection, if there are many new objects. In `collector_paused` it stands where graphs were dropped: Python
     seldom returns the memory of objects, so a lowering must not take much at one time (9 MB less of a pipeline's rank).
     """
-    if gc.get_count()[0] > MANY:
-        gc.collect()
+    global _made
+    if (made := gc.get_count()[0]) > MANY:
+        _made += max(made - gc.collect(), 0)  # what is left is old now: Python's count forgets it
 
 
 def return_freed() -> None:
