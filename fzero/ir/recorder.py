@@ -134,4 +134,3 @@ def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphMo
     recorder.graph.output(recorder.operand(result))
     fx_nodes.drop_dead(recorder.graph)
     return graph_module(recorder.graph, recorder.root)
-

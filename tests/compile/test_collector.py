@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -66,3 +67,23 @@ def test_what_outlives_one_context_is_collected_after_some(rings: int, monkeypat
             collector.collect()
         made += map(weakref.ref, kept)
     assert sum(ring() is not None for ring in made) <= max(2_000, 2 * rings)
+
+
+def test_contexts_of_two_threads_leave_it_as_it_was() -> None:
+    """Whichever ends first: the one that began second has found it paused, and must not leave it so."""
+    inside, go = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with collector_paused():
+            inside.set()
+            go.wait()
+
+    thread = threading.Thread(target=second)
+    with collector_paused():
+        thread.start()
+        inside.wait()
+    assert not gc.isenabled(), "the second is still open"
+    go.set()
+    thread.join()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
