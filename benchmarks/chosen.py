@@ -81,6 +81,7 @@ def contenders(model: str, here: Hardware, tight: bool) -> dict[str, dict[str, A
         if error.least is None:
             raise
         memory = (error.least.peak + found["default"]["peak"]) // 2
+        began = time.process_time()
         planned = fzero.plan(spec, params, batch, world_size=RANKS, hardware=here, memory=memory)
     found["planned"] = {"chosen": chosen_of(planned.spec), "seconds": planned.seconds, "peak": planned.peak,
                         "python": planned.python(), "planning_cpu_s": time.process_time() - began}  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 import torch
+from torch._C import DisableTorchFunction as unreplaced  # 2.11.0, 2.13.0
 from torch._compile import _disable_dynamo as untraced_by_dynamo  # 2.11.0, 2.13.0
 from torch._dispatch.python import enable_python_dispatcher as by_decompositions  # 2.11.0, 2.13.0
 from torch._higher_order_ops.scan import scan_op as torch_scan  # 2.11.0, 2.13.0
@@ -34,7 +35,7 @@ from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
 from torch.fx.experimental.proxy_tensor import (  # 2.11.0, 2.13.0
     get_proxy_mode,
 )
-from torch.overrides import _get_current_function_mode_stack  # 2.11.0, 2.13.0
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # 2.11.0, 2.13.0
 from torch.utils._device import DeviceContext  # 2.11.0, 2.13.0
 from torch.utils._python_dispatch import (  # 2.11.0, 2.13.0
     TorchDispatchMode,
@@ -77,8 +78,10 @@ __all__ = [
     "recording",
     "saved_tensor_hooks",
     "scatters_keep_overlap",
+    "seen_in_backwards",
     "torch_scan",
     "unrecorded",
+    "unreplaced",
     "untraced_by_dynamo",
     "unwatched",
 ]
@@ -220,6 +223,24 @@ def jiterator_refused(error: Callable[[], Exception]) -> Iterator[None]:
     finally:
         if before is not None:
             setattr(torch._C, name, before)
+
+
+@contextmanager
+def seen_in_backwards(mode: TorchFunctionMode) -> Iterator[None]:
+    """A mode sees what a backward calls in Python too, as the recomputation of `torch.utils.checkpoint`: torch leaves
+    the mode for `torch.autograd.grad` and all that it does. Within `make_fx`, so in one thread at a time
+    (`torch.autograd._engine_run_backward`: 2.11.0, 2.13.0)."""
+    before = torch.autograd._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return before(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = before
 
 
 def ambient_modes() -> list[Any]:

@@ -28,6 +28,7 @@ from fzero._torch_compat import (
     distributions_unchecked,
     is_fake,
     jiterator_refused,
+    seen_in_backwards,
 )
 from fzero.capture import ambient
 from fzero.capture.context import Tracing
@@ -57,7 +58,7 @@ def trace(
         with ExitStack() as stack:
             if outermost:
                 stack.enter_context(ambient.of_caller())
-                stack.enter_context(NoExchange())
+                stack.enter_context(seen_in_backwards(stack.enter_context(NoExchange())))
                 stack.enter_context(distributions_unchecked())
                 stack.enter_context(checks_deferred())
                 stack.enter_context(jiterator_refused(_no_jiterator))

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -51,10 +52,23 @@ def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
     Each note is cut at NOTE_BYTES, and zero bytes at its end are lost. The cost is one small all-gather over gloo.
     Raises HangError if a rank does not come.
     """
-    notes = torch.frombuffer(bytearray(NOTE_BYTES * world_size), dtype=torch.uint8).view(world_size, NOTE_BYTES)
-    local = torch.frombuffer(bytearray(note[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
-    _all_gather(list(notes), local, group)  # gloo's threads let go of them when they like: Python's memory, not torch's
-    return [bytes(row).rstrip(b"\0") for row in notes.tolist()]
+    rows = _rows(world_size, group)
+    rows[-1] = torch.tensor(list(note[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
+    _all_gather(list(rows[:-1]), rows[-1], group)
+    return [bytes(row).rstrip(b"\0") for row in rows[:-1].tolist()]
+
+
+_kept: WeakKeyDictionary[heartbeat.Presence, torch.Tensor] = WeakKeyDictionary()
+
+
+def _rows(world_size: int, group: Any) -> torch.Tensor:
+    """Room for a note of each rank and for this rank's own: uint8 (ranks + 1, NOTE_BYTES). It is kept, because gloo's
+    threads let go of what they were given when they like: a step would hold more at one time than at another."""
+    presence = heartbeat.of(group)
+    rows = _kept.get(presence)
+    if rows is None or len(rows) != world_size + 1:
+        rows = _kept[presence] = torch.empty(world_size + 1, NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    return rows
 
 
 def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:

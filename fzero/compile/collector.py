@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 MANY = 300_000  # objects, some 30 MB; of a small step there are fewer
-_frozen = False  # whether a `collector_paused` around this one has frozen what there is
+_lock = threading.RLock()
+_depth = 0  # contexts that are open, in all threads: the first pauses, the last resumes
+_enabled = True  # whether it was on before the first
+_frozen = False  # whether the first has frozen what there was
 _others = False  # whether somebody else has frozen objects
 _made = 0  # objects of the contexts since the last collection of all: Python's own count of these knows nothing of them
 
@@ -23,33 +27,48 @@ def collector_paused() -> Iterator[None]:
 
     Objects that were frozen count as old ever after, and Python walks old ones only after many new. So all is collected
     here, once contexts have left `MANY` objects together."""
-    global _frozen, _others, _made
-    _others = _others or (not _frozen and gc.get_freeze_count() > 0)
-    was, freezes = gc.isenabled(), not _frozen and not _others
-    gc.disable()
-    if freezes:
-        _frozen = True
-        gc.freeze()
+    global _depth
+    with _lock:
+        _depth += 1
+        if _depth == 1:
+            _pause()
     try:
         yield
     finally:
-        if freezes:
-            _made += gc.get_count()[0]
-            gc.unfreeze()
-            _frozen = False
-            if was and _made > MANY:
-                gc.collect()
-                _made = 0
-        if was:
-            gc.enable()
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                _resume()
+
+
+def _pause() -> None:
+    global _enabled, _frozen, _others
+    _others = _others or gc.get_freeze_count() > 0
+    _enabled, _frozen = gc.isenabled(), not _others
+    gc.disable()
+    if _frozen:
+        gc.freeze()
+
+
+def _resume() -> None:
+    global _made
+    if _frozen:
+        _made += gc.get_count()[0]
+        gc.unfreeze()
+        if _enabled and _made > MANY:
+            gc.collect()
+            _made = 0
+    if _enabled:
+        gc.enable()
 
 
 def collect() -> None:
     """A collection, if there are many new objects. In `collector_paused` it stands where graphs were dropped: Python
     seldom returns the memory of objects, so a lowering must not take much at one time (9 MB less of a pipeline's rank).
     """
-    if gc.get_count()[0] > MANY:
-        gc.collect()
+    global _made
+    if (made := gc.get_count()[0]) > MANY:
+        _made += max(made - gc.collect(), 0)  # what is left is old now: Python's count forgets it
 
 
 def return_freed() -> None:

@@ -45,6 +45,7 @@ class Recorder(RecordingMode):
         self.graph, self.root = fx.Graph(), torch.nn.Module()
         self.nodes: Any = WeakIdKeyDictionary()
         self.closed: dict[int, tuple[str, torch.Tensor]] = {}  # by id: the attribute of root
+        self._snapshots: dict[Any, FakeTensor] = {}  # by form
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +87,7 @@ class Recorder(RecordingMode):
 
     def keep(self, node: fx.Node, value: Any, form: Any = None) -> None:
         """Notes the value of a node, which has this form, and of the items of a tuple."""
-        node.meta["val"] = form = _snapshot(value) if form is None else form
+        node.meta["val"] = form = self._snapshot(value) if form is None else form
         if isinstance(value, torch.Tensor):
             self.nodes[value] = node
         elif isinstance(value, (list, tuple)):
@@ -104,8 +105,20 @@ class Recorder(RecordingMode):
             else:
                 setattr(self.root, name, value)
         node = self.graph.get_attr(self.closed[id(value)][0])
-        node.meta["val"] = _snapshot(value)
+        node.meta["val"] = self._snapshot(value)
         return node
+
+    def _snapshot(self, value: Any) -> Any:
+        """A value as it is now: of a tensor its form, which in-place work may change, without its gradient. Values of
+        one form have one snapshot."""
+        if isinstance(value, FakeTensor) and value.layout is torch.strided:
+            form = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
+            if (known := self._snapshots.get(form)) is None:
+                known = self._snapshots[form] = fake_detached(value)
+            return known
+        if isinstance(value, torch.Tensor):
+            return fake_detached(value) if isinstance(value, FakeTensor) else value.detach()
+        return tuple(map(self._snapshot, value)) if isinstance(value, (list, tuple)) else value
 
 
 def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
@@ -121,10 +134,3 @@ def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphMo
     recorder.graph.output(recorder.operand(result))
     fx_nodes.drop_dead(recorder.graph)
     return graph_module(recorder.graph, recorder.root)
-
-
-def _snapshot(value: Any) -> Any:
-    """A value as it is now: of a tensor its form, which in-place work may change, without its gradient."""
-    if isinstance(value, torch.Tensor):
-        return fake_detached(value) if isinstance(value, FakeTensor) else value.detach()
-    return tuple(map(_snapshot, value)) if isinstance(value, (list, tuple)) else value

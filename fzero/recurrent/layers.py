@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero import backend
-from fzero._torch_compat import by_decompositions, in_functorch
+from fzero._torch_compat import by_decompositions, in_functorch, unreplaced
 from fzero.recurrent.recurrent_ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
@@ -165,7 +165,7 @@ def _differentiable(
     has_biases = weights[2] is not None
     params = [w for w in weights if w is not None]
     start: Any = h[None] if c is None else (h[None], c[None])
-    with _decomposed(backend.of(x.device).on_streams):
+    with unreplaced(), _decomposed(backend.of(x.device).on_streams):
         outs = _FUNCTIONS[kind](x.flip(0) if reverse else x, start, params, has_biases, 1, 0.0, True, False, False)
     ys = outs[0].flip(0) if reverse else outs[0]
     wanted = [t for t in operands if t is not None and t.requires_grad]

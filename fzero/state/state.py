@@ -148,7 +148,8 @@ class ShardedTensor:
         that of its part by dims. It is empty where another role of a pipeline keeps the leaf. Raises DonatedError.
 
         The next step sees all that is written into it before. Ask for it again after that step: of a tensor that was
-        kept, it sees only the writes that torch counts, and those of collectives or `.data` are not among them."""
+        kept, it sees only the writes that torch counts, and those of collectives or `.data` are not among them. Of a
+        leaf on disk it is a copy, to read: no step sees what is written into that."""
         self.life.check(self.path)
         self.runtime.copies.spoiled(self.leaf.buffer)
         return storage.local(self.runtime.plan, self.runtime.memory, self.leaf, self.runtime.rank)

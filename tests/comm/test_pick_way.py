@@ -126,6 +126,14 @@ def test_the_fastest_of_some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < pick_way.fastest_of(run, 1) < 1e-6, "nobody divides by zero"
 
 
+@pytest.mark.parametrize(("first", "runs"), [(0.05, 1), (0.001, 2)])
+def test_a_long_product_is_not_run_again(monkeypatch: pytest.MonkeyPatch, first: float, runs: int) -> None:
+    seconds = iter([first, 0.0005])
+    monkeypatch.setattr(pick_way, "fastest_of", lambda run, times=4: next(seconds))
+    assert pick_way._flops(torch.bfloat16) == 2 * 384**3 / (first if runs == 1 else 0.0005)
+    assert len(list(seconds)) == 2 - runs
+
+
 def test_the_work_beside_a_transfer_runs_between_its_start_and_its_wait() -> None:
     calls: list[str] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
@@ -48,7 +49,8 @@ def test_what_somebody_else_has_frozen_stays_frozen_and_is_counted_once(monkeypa
     assert len(asked) == 1
 
 
-def test_what_outlives_one_context_is_collected_after_some(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rings", [300, 1_500])  # fewer than `MANY`; and more, of which `collect` within makes old ones
+def test_what_outlives_one_context_is_collected_after_some(rings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a context froze is old to Python, which seldom walks old objects: each lowering left its program behind."""
     monkeypatch.setattr(collector, "MANY", 1_000)
     monkeypatch.setattr(collector, "_made", 0)
@@ -61,6 +63,27 @@ def test_what_outlives_one_context_is_collected_after_some(monkeypatch: pytest.M
     made: list[weakref.ref[Ring]] = []
     for _ in range(20):
         with collector_paused():
-            kept = [Ring() for _ in range(300)]  # those of the context before are garbage from here on
+            kept = [Ring() for _ in range(rings)]  # those of the context before are garbage from here on
+            collector.collect()
         made += map(weakref.ref, kept)
-    assert sum(ring() is not None for ring in made) <= 2_000
+    assert sum(ring() is not None for ring in made) <= max(2_000, 2 * rings)
+
+
+def test_contexts_of_two_threads_leave_it_as_it_was() -> None:
+    """Whichever ends first: the one that began second has found it paused, and must not leave it so."""
+    inside, go = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with collector_paused():
+            inside.set()
+            go.wait()
+
+    thread = threading.Thread(target=second)
+    with collector_paused():
+        thread.start()
+        inside.wait()
+    assert not gc.isenabled(), "the second is still open"
+    go.set()
+    thread.join()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import run
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import P, optim, tree
@@ -136,6 +137,31 @@ def test_results_may_be_written_into(name: str) -> None:
     torch.testing.assert_close(grads, wanted)
     program = str(fzero.lower(fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), zero=0), params, x, world_size=1))
     assert "clone" not in program
+
+
+@pytest.mark.parametrize(
+    ("dtype", "again"), [(torch.float64, False), (torch.float32, False), (torch.float64, True)],
+    ids=["fp64", "fp32", "again"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.sampled(4)
+def test_in_a_checkpoint(name: str, dtype: torch.dtype, again: bool) -> None:
+    """A backward that recomputes a layer takes the layer's op, as the forward did; also one of a gradient's norm."""
+    params, loss, x = of(name, dtype, num_layers=2)
+
+    def of_all(p: Any, x: Tensor) -> Tensor:
+        value = checkpoint(loss, p, x, use_reentrant=False)
+        if not again:
+            return value
+        return sum(g.square().sum() for g in torch.autograd.grad(value, list(p.values()), create_graph=True))  # type: ignore[return-value]
+
+    wanted, wanted_grads = fzero.value_and_grad(of_all)(params, x)
+    value, grads = captured(of_all, params, x)
+    torch.testing.assert_close(value, wanted)
+    torch.testing.assert_close(grads, wanted_grads)
+    if not again:
+        ops = [n.target for n in region(of_all, params, x).nodes]
+        assert (ops.count(recurrent_ops.FORWARD), ops.count(recurrent_ops.BACKWARD)) == (4, 2)
 
 
 def test_lines_are_the_users() -> None:

@@ -60,7 +60,8 @@ LINALG: dict[str, Row] = {
     ),
     "tensordot": lambda g: f"torch.tensordot({(x := g.single(2))}, {x}, dims=([{(d := g.dim(x))}], [{d}]))",
     "inner": lambda g: f"torch.inner({(x := g.single(1, 2))}, {g.like(x)})",
-    "kron": lambda g: f"torch.kron({g.single(1, 2)}, {g.fitted((2, 2))})",
+    # torch saves views of both that it does not know as views: written over, they give it a wrong gradient in silence
+    "kron": lambda g: f"torch.kron({g.single(1, 2)}.clone(), {g.fitted((2, 2))}.clone())",
     "cross": lambda g: f"torch.linalg.cross({g.fitted((2, 3))}, {g.fitted((2, 3))})",
     "cdist": lambda g: f"torch.cdist({g.fitted((2, 3))}, {g.fitted((4, 3))} + 3.0)",
     "inv": lambda g: f"torch.linalg.inv({_square(g)})",
