@@ -17,7 +17,10 @@ against 26.7. 1 MB: 0.16 against 0.47 and 0.24 against 0.72. Copied first, 64 MB
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -32,9 +35,9 @@ from fzero.ir.op import Op
 LANES = 8  # axes, at most
 
 
-def _letter(receiver: int, tag: int, count: int) -> int:
+def _letter(receiver: int, tag: int, nth: int) -> int:
     """The number of a message: of no collective, and of no other message of the sender that may be in flight."""
-    return 1 << 58 | (count & 0xFFFF) << 40 | (receiver & 0xFFFF) << 24 | (tag & 0xFFFFFF)
+    return 1 << 58 | (nth & 0xFFFF) << 40 | (receiver & 0xFFFF) << 24 | (tag & 0xFFFFFF)
 
 
 class Shared:
@@ -55,7 +58,7 @@ class Shared:
         self.lane, self.number = lane, 0
         self.others = Messages(line.place, line.size).others()
         self.presence = heartbeat.of(line.group)
-        self.letters: dict[tuple[int, int, int], int] = {}
+        self.letters: defaultdict[tuple[int, int, int], Iterator[int]] = defaultdict(count)
         self.pending: dict[str, Pending] = {}
         self.started: dict[str, tuple[int, list[int]]] = {}
         self.lent: dict[str, list[int]] = {}
@@ -115,8 +118,7 @@ class Shared:
         """Starts a send or recv of `data` (1-D). The n-th message of a tag meets the n-th receive."""
         places = (self.rank, op.peer) if op.is_send else (op.peer, self.rank)
         letter = (*places, op.tag)
-        count = self.letters[letter] = self.letters.get(letter, -1) + 1
-        number = _letter(places[1], op.tag, count) * LANES + self.lane
+        number = _letter(places[1], op.tag, next(self.letters[letter])) * LANES + self.lane
         peer, label = self.ranks[op.peer], f"{op.kind} of tag {op.tag}"
         if op.is_send:
             in_place = self.host.offer(number, data, [peer])

@@ -23,7 +23,7 @@ from fzero.comm.group import Line
 from fzero.comm.heartbeat import Presence
 from fzero.comm.rendezvous import _apart
 from fzero.comm.shared_memory import Shared
-from fzero.errors import VerifyError
+from fzero.errors import PeerError, VerifyError
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
 from fzero.ir.program import Program
@@ -124,6 +124,19 @@ def test_a_rank_that_waits_for_its_source_to_be_read_says_so(monkeypatch: pytest
     assert not presence.waits
     comm.settle("b")
     assert len(seen) == 1
+    for host in (one, other):
+        host.close()
+
+
+def test_a_transfer_into_a_buffer_waits_until_the_source_of_the_one_before_was_read() -> None:
+    """The same memory may be the source again, and somebody still read it."""
+    one, other = hosts(2, seconds=0.2)
+    comm = Shared(one, Line.whole(0, 2))
+    source = one.allocate(40_000).view(torch.float32)
+    op = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp")
+    comm.start("b", op, [source, torch.zeros(20_000)])
+    with pytest.raises(PeerError, match="reading of the source of b: rank 0 waited for rank 1"):
+        comm.start("b", op, [source, torch.zeros(20_000)])
     for host in (one, other):
         host.close()
 

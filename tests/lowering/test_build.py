@@ -232,6 +232,14 @@ def test_leaves_that_a_step_leaves_alone_are_not_written() -> None:
     assert {slot.path for slot in written_slots} == {*paths} - {"frozen"}
 
 
+def test_a_step_without_a_loss_has_one_microbatch() -> None:
+    def counted(state: Any, x: Tensor) -> Any:
+        return {"n": state["n"] + 1}, {}
+
+    program = written(fzero.Spec(step=counted), {"n": torch.zeros(())}, torch.ones(2), 1).program
+    assert program.microbatches == 1
+
+
 def test_ranges_of_neighbours() -> None:
     assert build._ranges([0, 1, 3, 4, 6]) == [(0, 1), (3, 4), (6, 6)]
     assert build._ranges([]) == []

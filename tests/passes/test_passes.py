@@ -8,11 +8,13 @@ from typing import Any
 import cases
 import pytest
 import torch
-from passed import Stage, segment_texts, stages
+from passed import OFFLOADED, Stage, segment_texts, stages, upto
 
 import fzero
+from fzero.ir.decisions import RoleDecisions
 from fzero.ir.program import Program
-from fzero.passes import PASSES, Options, trail
+from fzero.passes import PASSES, Options, PassRecord, optimise, trail
+from fzero.passes.free import free
 from fzero.verify import abstract
 from fzero.verify.rules import verify
 
@@ -91,3 +93,42 @@ def test_the_adamw_update_is_one_in_place_op_a_bucket() -> None:
         graph = program.segments[op.segment].graph
         assert [n.target for n in graph.nodes if n.op == "call_function"] == [torch.ops.fzero.adamw_.default]
         assert op.workspace == 0
+
+
+# --- what they are told, and what they tell ---------------------------------------------------------------------------
+
+
+def waited_at_once(program: Program) -> list[bool]:
+    """Of each gather, whether the next op waits for it."""
+    following = zip(program.ops, program.ops[1:], strict=False)
+    return [op.is_wait and op.target == gather.target for gather, op in following if gather.gathers]
+
+
+def test_decisions_reach_their_passes() -> None:
+    naive = cases.naive(zero=3)
+    ahead = upto("prefetch", naive, Options(decided=RoleDecisions().but(prefetch=1)))
+    plain = Options(overlap=False, decided=RoleDecisions().but(prefetch=1))
+    assert not all(waited_at_once(ahead))
+    assert all(waited_at_once(upto("prefetch", naive, plain))), "nothing is prefetched without overlap"
+    caps = [upto("prefetch", naive, Options(decided=RoleDecisions().but(prefetch=n))).gather_cap_bytes for n in (0, 2)]
+    assert caps[0] < caps[1], "more is gathered at one time"
+
+
+def test_memory_of_the_host_is_freed_as_many_runs_later_as_fetches_start_early() -> None:
+    """A fetch may else go to what the run before it reads."""
+    on_host = RoleDecisions().but(update_on="cpu", tile_bytes=2048 * 4)
+    program = upto("place_moves", cases.naive(**OFFLOADED), Options(decided=on_host))
+    run = next(run for name, run, _ in PASSES if name == "free")
+    texts = [str(run(program, Options(decided=on_host.but(fetch_ahead=ahead)))) for ahead in (1, 3)]
+    assert texts == [str(free(program, linger)) for linger in (0, 2)]
+    assert texts[0] != texts[1]
+
+
+def test_a_record_says_what_a_pass_changed() -> None:
+    before = upto("place_moves", cases.naive(zero=3))
+    after, records = optimise(before, Options(), PASSES[-4:-2])
+    assert [record.name for record in records] == ["free", "size_workspaces"]
+    freed = sum(op.is_free for op in after.ops)
+    assert str(records[0]) == f"free: free 0 -> {freed}  # lifetimes are final now"
+    assert str(records[1]) == "size_workspaces: as many ops of each kind  # the account needs the final segments"
+    assert str(PassRecord.of("back", "why", after, before)) == f"back: free {freed} -> 0  # why"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import kept
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import run
+from recorded import calls
+from short_programs import segment
 from torch import Tensor, fx
 
 import fzero
@@ -56,15 +59,92 @@ def test_equal_casts_of_a_value_are_one_but_not_those_of_a_leaf(of_leaf: bool, c
     assert all(torch.equal(a, b) for a, b in zip(made(w, x), fn(w, x), strict=True))
 
 
+# --- two layers, by hand ----------------------------------------------------------------------------------------------
+
+
+def shared(body: Any, buckets: str, chunk_of: dict[str, int] | None = None, forward: int = 99) -> list[str]:
+    """The ops of a segment behind the pass, by name. `buckets`: of its inputs, `-` for none; `forward`: how many of its
+    ops are of the forward."""
+    names = [None if name == "-" else name for name in buckets.split()]
+    gm = segment(body, *[(2, 2)] * len(names))
+    for node in [n for n in gm.graph.nodes if n.op == "call_function"][forward:]:
+        node.meta["phase"] = "backward"
+    made = _shared(gm, tuple(names), chunk_of or {})
+    given = [torch.randn(2, 2) for _ in names]
+    assert all(torch.equal(a, b) for a, b in zip(made(*given), gm(*given), strict=True))
+    return calls(made)
+
+
+def test_an_equal_value_is_made_once_before_the_layers() -> None:
+    def body(mask: Tensor, w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
+        seen = mask.t()
+        return [(x * w + seen.sin()) / v + seen.sin()]
+
+    assert shared(body, "- a b -") == ["t", "sin", "mul", "add", "div", "add"]
+
+
+def test_in_a_pipeline_each_chunk_makes_its_own_where_it_first_reads_it() -> None:
+    def body(mask: Tensor, w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
+        y = (x * w + mask.sin()) / v
+        return [(y + mask.sin()).cos() - mask.sin()]
+
+    assert shared(body, "- a b -", {"a": 0, "b": 1}) == ["mul", "sin", "add", "div", "sin", "add", "cos", "sub"]
+    assert shared(body, "- a b -", {"a": 1, "b": 1}) == ["mul", "sin", "add", "div", "add", "cos", "sub"]
+    assert shared(body, "- a b -") == ["sin", "mul", "add", "div", "add", "cos", "sub"]
+
+
+def test_what_it_is_made_of_from_nothing_comes_before_it() -> None:
+    def body(mask: Tensor, w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
+        y = (x * w) / (mask - torch.ones(2, 2))
+        return [(y * v) / (mask - torch.ones(2, 2))]
+
+    assert shared(body, "- a b -") == ["ones", "sub", "mul", "div", "mul", "div"]
+
+
+def test_what_is_made_of_nothing_alone_stays_where_it_is_made_first() -> None:
+    def body(w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
+        return [(x * w / torch.ones(2, 2).sin()) * v / torch.ones(2, 2).sin()]
+
+    assert shared(body, "a b -") == ["mul", "ones", "sin", "div", "mul", "div"]
+
+
+@pytest.mark.parametrize(
+    ("body", "forward", "why"),
+    [
+        (lambda m, w, x: [w.sin() * x, w.sin() + x], 99, "a leaf takes part"),
+        (lambda m, w, x: [(x + m.sin()) * w, m.cos(), x - m.sin()], 3, "one is of the backward"),
+        (lambda m, w, x: [m.sin(), m.sin()], 99, "each result is a buffer"),
+        (lambda m, w, x: [m.sin() * w, m.cos() * w], 99, "they differ"),
+        (lambda m, w, x: [m.sum(0) * w, m.sum(1) * w], 99, "they differ in an argument"),
+    ],
+)
+def test_what_is_not_one(body: Any, forward: int, why: str) -> None:
+    alone = calls(segment(body, *[(2, 2)] * 3))
+    assert shared(body, "- a -", forward=forward) == alone, why
+
+
+def test_casts_are_one_within_a_chunk() -> None:
+    def body(w: Tensor, v: Tensor, x: Tensor) -> list[Tensor]:
+        y = x * w
+        z = y.bfloat16().sin() * v
+        return [z + y.bfloat16().cos()]
+
+    assert shared(body, "a b -").count("_to_copy") == 1
+    assert shared(body, "a b -", {"a": 0, "b": 1}).count("_to_copy") == 2
+
+
+# --- an attention's bias ----------------------------------------------------------------------------------------------
+
+
 def params(key: Tensor) -> Any:
     return {"layers": [{"qkv": random.normal(k, (WIDTH, 3 * WIDTH)) / 4} for k in random.split(key, DEPTH)]}
 
 
 def loss(p: Any, b: dict[str, Tensor]) -> Tensor:
-    x, kept = b["x"], (b["ids"] > 0)[:, None, None, :].expand(-1, 1, LENGTH, -1).tril()
+    x, seen = b["x"], (b["ids"] > 0)[:, None, None, :].expand(-1, 1, LENGTH, -1).tril()
     for layer in p["layers"]:
         q, k, v = (x @ layer["qkv"]).view(len(x), LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=kept)  # torch makes the bias in here, in each layer
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)  # torch makes the bias in here, in each layer
         x = x + y.transpose(1, 2).reshape(x.shape)
     return x.square().mean()
 
@@ -77,7 +157,7 @@ def batch(rank: int, step: int) -> dict[str, Tensor]:
 
 def lowered(**options: Any) -> fzero.Lowered:
     spec = fzero.Spec(loss=loss, **{"optimizer": SGD, "zero": 3, **options})
-    return fzero.lower(spec, params(random.key(0)), batch(0, 0), world_size=WORLD)
+    return kept.lower(spec, params(random.key(0)), batch(0, 0), WORLD)
 
 
 def biases(program: Program) -> list[int]:

@@ -156,6 +156,28 @@ def test_programs_share_an_arena_as_large_as_the_largest_needs() -> None:
     assert len(runtime.bound) == 2
 
 
+def test_an_arena_is_let_go_before_a_larger_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at once may be more than there is."""
+    _, runtime = first()
+    held: list[tuple[int, int]] = []
+    runtime.bind(runtime.compiled(torch.ones(1, 4)))
+    larger = runtime.compiled(torch.ones(128, 4))
+    kept = Buffer("kept", torch.uint8, (1 << 20,), "grad", space=HOST, at=4096)
+    program = replace(larger.program, buffers={**larger.program.buffers, "kept": kept})
+    runtime.host_arena = torch.zeros(8, dtype=torch.uint8)
+
+    def empty(room: int) -> torch.Tensor:
+        held.append((runtime.arena.numel(), runtime.host_arena.numel()))
+        return torch.zeros(room, dtype=torch.uint8)
+
+    runtime.transport = replace(runtime.transport, block=empty)
+    monkeypatch.setattr(session, "host_memory", lambda device, room: empty(room))
+    runtime.programs["another phase"] = replace(larger, programs={0: program})
+    runtime.bind(larger)
+    (before, _), (_, host) = held
+    assert (before, host) == (0, 0)
+
+
 def test_the_file_has_room_for_what_the_largest_program_keeps_there(monkeypatch: pytest.MonkeyPatch) -> None:
     _, runtime = first()
     lowered, grown = runtime.compiled(torch.ones(2, 4)), []
