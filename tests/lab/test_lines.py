@@ -55,8 +55,8 @@ def test_a_rooms_tests_come_in_the_order_in_which_they_concern_a_module() -> Non
     text = [(lines.ROOT / "tests" / "plan" / name).read_text() for name in files[1:]]
     named = ["leaf_classes" in one for one in text]
     assert named == sorted(named, reverse=True)
-    of_roles = lines.tests_of("passes", Path("fzero/passes/pipeline/assign_roles.py"))
-    assert of_roles[0] == "tests/passes/test_pipeline.py", "that of its folder"
+    of_all = lines.tests_of("passes", Path("fzero/passes/__init__.py"))
+    assert of_all[0] == "tests/passes/test_passes.py", "that of its folder"
     assert sorted(files) == sorted(file.name for file in (lines.ROOT / "tests" / "plan").glob("test_*.py"))
 
 
