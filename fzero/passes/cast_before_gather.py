@@ -169,8 +169,7 @@ def _without_casts(
         for holder, cast in zip(fx_nodes.placeholders(graph), smaller, strict=False):
             for user in list(holder.users) if cast else ():
                 holder.meta["val"] = user.meta["val"]
-                user.replace_all_uses_with(holder)
-                graph.erase_node(user)
+                user.replace_all_uses_with(holder)  # and is dead then
         done[key] = segments.module(graph)
     reads = [_smaller(program, ref, chosen[ref.name]) if ref.name in chosen else ref for ref in op.reads]
     without = rewrite.run_op(op, done[key], reads, op.writes)

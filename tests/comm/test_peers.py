@@ -307,3 +307,11 @@ def test_room_in_a_socket_is_waited_for_as_long_as_for_a_rank(
     with pytest.raises(PeerError, match="a full socket"):
         [two[0].offer(number, letter, [1]) for number in range(5000)]
     assert asked == [7000.0], "in milliseconds"
+
+
+def test_what_comes_at_once_is_not_slept_for(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep and a wake-up take longer."""
+    one, other = two
+    monkeypatch.setattr(os, "sched_yield", lambda: one.offer(1, torch.ones(1), [1]))
+    monkeypatch.setattr(other, "_slept", lambda seconds: pytest.fail("it slept"))
+    assert other.take(1, 0, torch.zeros(1), "it").tolist() == [1.0]

@@ -141,6 +141,14 @@ def test_a_transfer_into_a_buffer_waits_until_the_source_of_the_one_before_was_r
         host.close()
 
 
+def test_who_closes_it_says_goodbye_to_the_others() -> None:
+    one, other = hosts(2)
+    Shared(one, Line.whole(0, 2)).close()
+    with pytest.raises(PeerError, match="rank 1 waited for rank 0, which closed its side"):
+        other.take(1, 0, torch.zeros(1), "it")
+    other.close()
+
+
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 

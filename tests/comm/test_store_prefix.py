@@ -109,3 +109,11 @@ def test_who_has_not_accepted_the_offer_is_missing() -> None:
     assert store_prefix._missing(rounds, 1, 3, "t1") == [2]
     assert store_prefix._missing(rounds, 1, 4, "t1") == [3], "it has no token"
     assert store_prefix._missing(rounds, 1, 3, "x") == [0], "it offers what it finds, and did not find this"
+
+
+def test_a_rank_that_waits_leaves_the_processor_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("fzero.comm.store_prefix.time.sleep", slept.append)
+    with pytest.raises(fzero.HangError):
+        prefixed(dist.HashStore(), 1, 2, 0.02)
+    assert {*slept} == {store_prefix.POLL_SECONDS}

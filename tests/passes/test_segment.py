@@ -10,6 +10,7 @@ import pytest
 import short_programs
 import torch
 from passed import upto
+from recorded import calls
 from torch import Tensor
 
 import fzero
@@ -197,6 +198,18 @@ def test_a_run_for_each_layer_and_a_buffer_for_what_crosses() -> None:
     ]
     crossing = program.buffers["r0.h1.1.0"]
     assert (crossing.shape, crossing.dtype, crossing.kind) == (SQUARE, torch.float32, "activation")
+
+
+def test_views_of_a_gradient_are_taken_in_their_order_where_it_is_copied() -> None:
+    def body(x: Tensor, w0: Tensor, w1: Tensor, into0: Tensor, into1: Tensor) -> list[Tensor]:
+        b = x.mm(w0).tanh().mm(w1)
+        total = b.sum()
+        into1.copy_(b.cos())
+        into0.copy_(x.mm(b.sin().mm(w1)).view(64).view(8, 8))
+        return [total]
+
+    program = cut(body)
+    assert calls(program.segments[program.ops[-1].segment])[-4:] == ["mm", "view", "view", "copy_"]
 
 
 def test_in_a_pipeline_a_run_for_each_chunk() -> None:
