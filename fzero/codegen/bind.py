@@ -122,8 +122,14 @@ def _is_there(node: fx.Node, args: Any) -> bool:
     """Whether a node is a copy whose source lies in its destination already."""
     if node.target is not aten.copy_.default or fx_nodes.operand(node) is fx_nodes.operand(node, 1):
         return False
-    into, source = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()) for x in args[:2])
-    return into == source
+    return _is_same(*args[:2])
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory, whatever they say of dims of one element: of the
+    strides of those, torch's shape rules and its kernels differ."""
+    one, other = ((x.data_ptr(), x.dtype, x.shape, x.is_conj(), x.is_neg(), fx_values.steps(x)) for x in (a, b))
+    return one == other
 
 
 def as_sized(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
@@ -177,15 +183,8 @@ def _result_at(results: Iterable[torch.Tensor], x: Any) -> Any:
     """The result that lies in the operand's very memory, else the operand.
 
     torch takes an input and an output as one only if all their strides are equal, those of dims of one element too.
-    Of those, torch's shape rules and its kernels differ.
     """
-    if not isinstance(x, torch.Tensor) or x.is_conj() or x.is_neg():
-        return x
-    for result in results:
-        alike = (result.data_ptr(), result.dtype, result.shape) == (x.data_ptr(), x.dtype, x.shape)
-        if alike and fx_values.steps(result) == fx_values.steps(x):
-            return result
-    return x
+    return next((r for r in results if isinstance(x, torch.Tensor) and _is_same(r, x)), x)
 
 
 def _kernel(target: Any, args: Any, kwargs: Any) -> Any:

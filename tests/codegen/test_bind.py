@@ -181,3 +181,28 @@ def test_dropout_needs_no_memory_beside_the_arena() -> None:
     state = fzero.step(fzero.init({"w": torch.eye(32)}, spec, key=fzero.random.key(0)), batch)
     state, extra = measured_peak(lambda: fzero.step(state, batch))
     assert extra < 0.5 * state.held_bytes["arena"]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, x: torch.inner(p["a"], p["b"]).sum(),
+        lambda p, x: torch.inner(p["a"], p["b"]).sin().sum(),
+        lambda p, x: (p["a"] @ p["b"].t()).cos().sum(),
+        lambda p, x: F.linear(F.linear(x, p["a"]).tanh(), p["b"].t()).square().mean(),
+        lambda p, x: torch.tensordot(p["a"].unsqueeze(0), p["b"].unsqueeze(0), dims=([2], [2])).square().sum(),
+        lambda p, x: torch.einsum("ik,jk->ij", p["a"], p["b"]).exp().mean(),
+        lambda p, x: (p["a"].t().contiguous().t() * p["b"]).transpose(0, 1).reshape(5, 1).square().sum(),
+    ],
+)
+def test_gradients_of_columns_are_copied_into_their_own_memory(loss: Any) -> None:
+    """Of a dim of one element, kernels and shape rules say different strides: a value that lay in its place already was
+    copied over itself, which torch refuses."""
+    draw = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(5, 1, generator=draw) for name in "ab"}
+    x = torch.randn(3, 1, generator=draw)
+    own = {name: value.clone().requires_grad_() for name, value in params.items()}
+    wanted = torch.autograd.grad(loss(own, x), list(own.values()))
+    state = fzero.step(fzero.init(params, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(1.0))), x)
+    for (name, value), grad in zip(params.items(), wanted, strict=True):
+        torch.testing.assert_close(value - state.params[name].full(), grad, rtol=1e-5, atol=1e-6)

@@ -164,6 +164,12 @@ def test_what_is_read_behind_the_region_is_sent_before_its_reader_and_with_all_t
     )
 
 
+def sent_by(program: Program, name: str) -> list[str]:
+    """The messages of a buffer and the waits for them, without tags."""
+    ops = [op for op in shown(program.ops) if op.split()[0] in ("send", "wait") and f" {name}" in op]
+    return [op.split("  tag")[0] for op in ops]
+
+
 def test_a_buffer_for_several_roles_goes_to_one_after_the_other() -> None:
     sent = [Message("a", 0, 1, 0), Message("a", 0, 2, 1), Message("b", 1, 2, 2)]
     a1, a2, b2 = sent
@@ -179,8 +185,7 @@ def test_a_buffer_for_several_roles_goes_to_one_after_the_other() -> None:
         records=records, regions=regions, after=ops, microbatches=1, segments={**third, **SAME}, mesh="pp=3 dp=1"
     )
     made = roles(program, count=3)
-    sends = [op for op in shown(made[0].ops) if op.split()[0] in ("send", "wait") and " h0" in op]
-    assert [line.split("  tag")[0] for line in sends] == lines(
+    assert sent_by(made[0], "h0") == lines(
         """
         send h0  axis=pp  peer=1
         wait h0
@@ -188,8 +193,7 @@ def test_a_buffer_for_several_roles_goes_to_one_after_the_other() -> None:
         wait h0
         """
     )
-    sends = [op for op in shown(made[2].ops) if op.split()[0] in ("send", "wait") and " loss" in op]
-    assert [line.split("  tag")[0] for line in sends] == lines(
+    assert sent_by(made[2], "loss") == lines(
         """
         send loss  axis=pp  peer=0
         wait loss
