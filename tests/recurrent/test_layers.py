@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from helpers import run
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import P, optim, tree
-from fzero._torch_compat import allocations
+from fzero._torch_compat import allocations, seen_in_backwards
 from fzero.capture import trace_step
 from fzero.interop import from_module
 from fzero.recurrent import layers, loops, recurrent_ops
@@ -137,6 +139,35 @@ def test_results_may_be_written_into(name: str) -> None:
     torch.testing.assert_close(grads, wanted)
     program = str(fzero.lower(fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), zero=0), params, x, world_size=1))
     assert "clone" not in program
+
+
+def test_a_trace_sees_the_backwards_of_its_own_thread_alone() -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(threading.current_thread().name)
+            return func(*args, **(kwargs or {}))
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    def differentiated() -> None:
+        x = torch.ones(2, requires_grad=True)
+        torch.autograd.grad(Doubled.apply(x).sum(), x)
+
+    calls: list[str] = []
+    with seen_in_backwards(Seen()):
+        other = threading.Thread(target=differentiated, name="other")
+        other.start()
+        other.join()
+        assert calls == []
+        differentiated()
+    assert set(calls) == {threading.current_thread().name}
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "tanh"])
