@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +83,17 @@ def _ended(case: Case, run: Callable[[Case], runs.Result]) -> Outcome:
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
 
-_references: list[tuple[Model, Recipe, int, bool, list[oracle.Step]]] = []
+_references: list[tuple[Model, Recipe, int, bool, int, list[oracle.Step]]] = []
 
 
-def _reference(case: Case, wide: bool = False) -> list[oracle.Step]:
+def _reference(case: Case, wide: bool = False, shares: int = 1) -> list[oracle.Step]:
     """The oracle's steps; the last ones are kept."""
-    asked = (case.model, case.recipe, case.data_ranks, wide)
+    asked = (case.model, case.recipe, case.data_ranks, wide, shares)
     for *of, steps in _references:
         if tuple(of) == asked:
             return steps
-    _references.insert(
-        0, (*asked, oracle.train(case.model, case.recipe, [case.data_ranks] * case.recipe.steps, wide=wide))
-    )
+    ranks = [case.data_ranks] * case.recipe.steps
+    _references.insert(0, (*asked, oracle.train(case.model, case.recipe, ranks, wide=wide, shares=shares)))
     del _references[12:]
     return _references[0][-1]
 
@@ -106,12 +105,14 @@ def difference(case: Case, result: runs.Result) -> str:
         return against(case, result, _reference(case))
     exact, low = _reference(case, wide=True)[0], oracle.narrow(recipe)
     if low is None:
-        return _first(case, result, exact, exact, SINGLE)
+        return _first(case, result, exact, [], SINGLE)
+    plain = _reference(case)[0]
+    rounded = [plain] if case.model_ranks == 1 else [plain, _reference(case, shares=case.model_ranks)[0]]
     if any(layer.options.get("cell") == "torch" for layer in (*case.model.layers, *case.model.encoder)):
-        return _first(case, result, exact, _reference(case)[0], 4 * LOW[low])  # one op, which rounds at other places
+        return _first(case, result, exact, rounded, 4 * LOW[low])  # one op, which rounds at other places
     if low is torch.bfloat16 and case.model_ranks == 1:  # the same casts and sums
-        return _first(case, result, _reference(case)[0], _reference(case)[0], SINGLE)
-    return _first(case, result, _reference(case)[0], exact, 4 * LOW[low])
+        return _first(case, result, plain, [], SINGLE)
+    return _first(case, result, plain, [exact, *rounded[1:]], 4 * LOW[low])
 
 
 def against(case: Case, result: runs.Result, steps: list[oracle.Step]) -> str:
@@ -147,12 +148,13 @@ def _noise(steps: list[oracle.Step], path: str) -> float:
     return 100 * largest if largest < ROUNDING else 0.0
 
 
-def _first(case: Case, result: runs.Result, step: oracle.Step, exact: oracle.Step, most: float) -> str:
+def _first(case: Case, result: runs.Result, step: oracle.Step, others: Sequence[oracle.Step], most: float) -> str:
     """Compares the loss of the first step, and its gradient as moments show it, with `step`: to `most` of the largest
-    element and four times the distance of `step` and `exact`, of which one is narrow. Sums over `tp` are in other
+    element and four times what rounding does, the largest distance of `step` and `others`. Sums over `tp` are in other
     groups, and a loss scale that is divided by a count rounds otherwise."""
     row = optimizers.TABLE[case.recipe.optimizer]
-    allowed = most * max(0.1, float(step.loss.nan_to_num().abs())) + 4 * _apart(step.loss, exact.loss)
+    spread = max((_apart(step.loss, other.loss) for other in others), default=0.0)
+    allowed = most * max(0.1, float(step.loss.nan_to_num().abs())) + 4 * spread
     if what := _gap(result.metrics[0]["loss"], step.loss, allowed):
         return f"loss: {what}"
     if case.recipe.bad == 0:
@@ -163,7 +165,8 @@ def _first(case: Case, result: runs.Result, step: oracle.Step, exact: oracle.Ste
         if kind != "opt_state" or name not in row.linear:
             continue
         share = _largest(value) / max(_largest(step.grads[leaf]), 1e-30)
-        allowed = most * max(_largest(value), 0.1 * share * largest) + 4 * _apart(value, exact.leaves[path])
+        spread = max((_apart(value, other.leaves[path]) for other in others), default=0.0)
+        allowed = most * max(_largest(value), 0.1 * share * largest) + 4 * spread
         if what := _gap(result.leaves[0][path], value, allowed):
             return f"opt_state: {path}: {what}"
     return ""

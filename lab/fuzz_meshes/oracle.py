@@ -1,23 +1,27 @@
 """oracle: the same training in plain PyTorch, in one process; nothing of fzero.
 
 Gradients come from `torch.autograd.grad`, part of the batch by part, data rank by data rank; their mean, the norm, the
-clipping and the update are written out.
+clipping and the update are written out. In 16 bits a product may be cast as model ranks cast it: each rank's share of
+the sum is rounded before the shares are added (`SumsInShares`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.fuzz_meshes import optimizers
 from lab.fuzz_meshes.case import Recipe
 from lab.fuzz_meshes.model import Model, flat, mapped
 
+ops = torch.ops.aten
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16_params": torch.bfloat16}
 
 
@@ -37,9 +41,37 @@ def narrow(recipe: Recipe) -> torch.dtype | None:
     return NARROW.get(name)
 
 
-def train(model: Model, recipe: Recipe, data_ranks: Sequence[int], *, wide: bool = False) -> list[Step]:
+class SumsInShares(TorchDispatchMode):
+    """Computes 16-bit products as `shares` model ranks do: each sums its share of the inner dim and rounds."""
+
+    def __init__(self, shares: int) -> None:
+        super().__init__()
+        self.shares = shares
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (ops.mm.default, ops.bmm.default):
+            return self._product(func, *args)
+        if func is ops.addmm.default and not kwargs:
+            return args[0] + self._product(ops.mm.default, *args[1:])
+        return func(*args, **kwargs or {})
+
+    def _product(self, func: Any, a: Tensor, b: Tensor) -> Tensor:
+        if a.dtype not in NARROW.values() or a.shape[-1] % self.shares:
+            return func(a, b)
+        first, *others = map(func, a.chunk(self.shares, -1), b.chunk(self.shares, -2))
+        return sum(others, start=first)
+
+
+def train(
+    model: Model, recipe: Recipe, data_ranks: Sequence[int], *, wide: bool = False, shares: int = 1
+) -> list[Step]:
     """The steps of a run. data_ranks: of each step. wide: everything in float64, from the values that the run begins
-    with."""
+    with. shares: of each sum of a 16-bit product."""
+    with SumsInShares(shares) if shares > 1 else nullcontext():
+        return _steps(model, recipe, data_ranks, wide)
+
+
+def _steps(model: Model, recipe: Recipe, data_ranks: Sequence[int], wide: bool) -> list[Step]:
     dtype = torch.float64 if wide else recipe.torch_dtype
     params = mapped(model.params(recipe.torch_dtype), lambda x: _held(recipe, x).to(dtype))
     leaves = flat(params)

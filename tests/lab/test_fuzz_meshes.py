@@ -25,6 +25,7 @@ from lab.fuzz_meshes import (
     checkpoints,
     draw,
     optimizers,
+    oracle,
     read,
     refusals,
     run,
@@ -169,6 +170,40 @@ def test_a_wrong_gradient_is_found_in_every_dtype(recipe: Recipe, reason: str, m
     monkeypatch.setattr(interpreter, "_complete", broken)
     outcome = check(replace(CASE, recipe=recipe))
     assert (outcome.end, outcome.reason) == ("wrong", reason)
+
+
+def test_a_product_in_shares_is_rounded_as_model_ranks_round_it() -> None:
+    torch.manual_seed(0)
+    a, b, bias = (torch.randn(*shape).bfloat16() for shape in ((8, 64), (64, 8), (8,)))
+    halves = a[:, :32] @ b[:32] + a[:, 32:] @ b[32:]
+    with oracle.SumsInShares(2):
+        assert torch.equal(a @ b, halves)
+        assert torch.equal(torch.addmm(bias, a, b), bias + halves)
+        assert torch.equal(a.view(2, 4, 64) @ b.expand(2, 64, 8), halves.view(2, 4, 8))
+        odd, wide = a[:, :63] @ b[:63], a.float() @ b.float()
+    assert torch.equal(odd, a[:, :63] @ b[:63]), "63 do not divide"
+    assert torch.equal(wide, a.float() @ b.float())
+    assert not torch.equal(a @ b, halves)
+
+
+def test_sixteen_bits_over_tp_are_allowed_what_partial_sums_round() -> None:
+    """Its embedding's gradient is six times as far from float64 as PyTorch's, and twice that of sums in halves."""
+    assert check(draw(0, 1442)).end == "refused", "and equal after the remedies"
+
+
+def test_a_wrong_gradient_over_tp_is_found_in_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = interpreter._complete
+
+    def broken(transfers: Any) -> None:
+        if transfers[0].op.kind == "all_reduce" and transfers[0].tensors[0].numel() > 8:
+            transfers[-1].tensors[0] = transfers[-1].tensors[0] * 1.25
+        sound(transfers)
+
+    place = {"mesh": {"tp": 2}, "zero": 0, "shard": CUT}
+    case = replace(CASE, recipe=Recipe("momentum", "f32", "bf16"), place=place)
+    assert check(case).end == "equal"
+    monkeypatch.setattr(interpreter, "_complete", broken)
+    assert check(case).end == "wrong"
 
 
 def test_a_whole_leaf_is_not_told_to_be_whole() -> None:
