@@ -15,6 +15,7 @@ from fzero._torch_compat.compute import (
     inductor_lacks,
     inductor_rounds,
     kernel_of,
+    onednn_has_bf16,
     product_precision,
 )
 from fzero._torch_compat.fake_cuda import fake_cuda_attention, fake_cuda_library
@@ -129,6 +130,7 @@ __all__ = [
     "is_fake",
     "jiterator_refused",
     "kernel_of",
+    "onednn_has_bf16",
     "place_in_file",
     "product_precision",
     "quiet_fakes",

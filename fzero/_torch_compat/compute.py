@@ -96,6 +96,11 @@ def by_onednn(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def onednn_has_bf16() -> bool:
+    """Whether oneDNN computes layers in bf16 on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 # Inductor, imported when it is first needed: that takes a second. Seen in 2.11.0 and 2.13.0
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero import backend
-from fzero._torch_compat import by_decompositions, in_functorch, unreplaced
+from fzero._torch_compat import by_decompositions, in_functorch, onednn_has_bf16, unreplaced
 from fzero.recurrent.recurrent_ops import BACKWARD, FORWARD, ONEDNN
 
 # torch's function -> the kind of its layers
@@ -118,11 +118,18 @@ def _direction(
     by_onednn: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     operands = [None if t is None else t.contiguous() for t in (x, h, c, *w)]
-    narrow = kind == "lstm" and x.dtype is torch.float32 and backend.of(x.device).on_host and w[4] is None
-    narrow = narrow and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    ys, last = _Layer.apply(kind, ONEDNN if narrow and by_onednn else kind, reverse, keep, *operands)
+    kernel = ONEDNN if by_onednn and kind == "lstm" and w[4] is None and _has_onednn(x) else kind
+    ys, last = _Layer.apply(kind, kernel, reverse, keep, *operands)
     return ys, last
+
+
+def _has_onednn(x: Tensor) -> bool:
+    """Whether torch would take oneDNN's LSTM for `x`. In bf16 it is the nearer to exact numbers: it rounds results
+    alone."""
+    if not (backend.of(x.device).on_host and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+        return False
+    return x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and onednn_has_bf16())
 
 
 class _Layer(torch.autograd.Function):

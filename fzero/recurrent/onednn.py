@@ -1,4 +1,5 @@
-"""onednn: one LSTM layer in one direction by oneDNN, in fp32 on the CPU, as torch's own LSTM runs it outside of a step.
+"""onednn: one LSTM layer in one direction by oneDNN, as torch's own LSTM runs it on the CPU outside of a step: in fp32,
+and in bf16 where the processor has it.
 
 Its forward keeps a workspace of some sixteen hidden sizes a row and step for its backward. oneDNN alone knows how many
 bytes; `workspace_bytes` bounds them from above by its formula (`set_workspace_sizes` in its rnn_utils.cpp, 3.10 to
@@ -18,27 +19,42 @@ aten = torch.ops.aten
 _LSTM, _PAGE, _PARTS = 2, 4096, 8
 
 
-def workspace_bytes(steps: int, rows: int, width: int, size: int) -> int:
-    """The most bytes of the workspace of T steps of B rows, I inputs and H hidden units."""
-    numbers = _padded(4 * size) + 6 * _padded(max(width, size)) + 6 * _padded(size)
-    return 4 * (steps + 1) * rows * numbers + _PARTS * _PAGE
+def workspace_bytes(steps: int, rows: int, width: int, size: int, itemsize: int) -> int:
+    """The most bytes of the workspace of T steps of B rows, I inputs and H hidden units. Gates and states have numbers
+    of `itemsize`; what stands beside states, and the gradients of all, have four bytes."""
+    widest = max(width, size)
+    own = _padded(4 * size, itemsize) + 2 * _padded(widest, itemsize) + 3 * _padded(size, itemsize)
+    return (steps + 1) * rows * (itemsize * own + 4 * (4 * _padded(widest) + 3 * size)) + _PARTS * _PAGE
 
 
-def scratch_bytes(steps: int, rows: int, width: int, size: int, keep: bool) -> tuple[int, int]:
+def scratch_bytes(steps: int, rows: int, width: int, size: int, keep: bool, itemsize: int) -> tuple[int, int]:
     """The most bytes that `forward` and `backward` hold beside operands and results: what aten returns, weights in
-    other orders, and the gates' gradients. Found by measuring (torch 2.13.0)."""
-    gates = 4 * size
-    held = (steps * rows + 1) * _padded(gates) + 2 * rows * _padded(size) + (width + size) * _padded(gates)
-    apart = sum(_padded(n) * (_padded(n) != n) for n in (width, size))
-    forth = held + steps * rows * size + 3 * rows * size + 2 * gates
-    back = held + steps * rows * width + 4 * rows * size + gates * (width + size + apart + 8)
-    kept = workspace_bytes(steps, rows, width, size) if keep else 0
-    return 4 * forth + kept + 5 * _PAGE, 4 * back + 5 * _PAGE
+    other orders, and gates (in bf16 those of a step). Gradients are in fp32, in bf16 they and the incoming one are
+    there twice. Found by measuring (torch 2.13.0)."""
+    gates, narrow = 4 * size, itemsize != 4
+    held = 4 * ((rows * (1 if narrow else steps) + 1) * _padded(gates) + 2 * rows * _padded(size))
+    weights = 4 * _padded(size, itemsize) if narrow else _padded(gates)
+    forth = held + itemsize * (_even(width) + _even(size)) * weights + itemsize * (steps + 3) * rows * size + 8 * gates
+    kept = workspace_bytes(steps, rows, width, size, itemsize) if keep else 0
+    back = held + 4 * steps * rows * width + 16 * rows * size + 4 * gates * (width + size + 8)
+    if narrow:
+        turned = _padded(width, itemsize) + _padded(size, itemsize)
+        back += 4 * steps * rows * size + 4 * _even(size) * (itemsize * turned + 4 * (width + size + 2))
+    else:
+        apart = sum(_padded(n) * (_padded(n) != n) for n in (width, size))
+        back += 4 * ((width + size) * _padded(gates) + gates * apart)
+    return forth + kept + 5 * _PAGE, back + 5 * _PAGE
 
 
-def _padded(count: int) -> int:
-    lines = -(-count // 16) * 16
-    return lines + 16 * (lines % 256 == 0)
+def _even(count: int) -> int:
+    return count + count % 2
+
+
+def _padded(count: int, itemsize: int = 4) -> int:
+    """`count` numbers in whole cache lines; one line more where the lines of rows would meet in a cache."""
+    line = 64 // itemsize
+    lines = -(-count // line) * line
+    return lines + line * (lines % 256 == 0)
 
 
 def forward(x: Tensor, h: Tensor, c: Tensor, w: Weights, reverse: bool, ys: Tensor, last: Tensor, kept: Tensor) -> None:

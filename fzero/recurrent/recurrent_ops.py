@@ -39,7 +39,7 @@ def _results(
     (steps, rows, width), size = x.shape, _size(weights[1], kind)
     ys, last = x.new_empty((steps, rows, h.shape[1])), x.new_empty((0, size) if c is None else (rows, size))
     if kind == ONEDNN:
-        count = onednn.workspace_bytes(steps, rows, width, size) if keep else 0
+        count = onednn.workspace_bytes(steps, rows, width, size, x.element_size()) if keep else 0
         return ys, last, x.new_empty((count,), dtype=torch.uint8)
     return ys, last, x.new_empty((steps, rows, loops.SAVED[kind] * size))
 
@@ -114,7 +114,7 @@ def _scratch(args: Any) -> tuple[int, int]:
     x, h, *_, project, kind, _, keep = args
     (steps, rows, width), size = x.shape, _size(args[4], kind)
     if kind == ONEDNN:
-        return onednn.scratch_bytes(steps, rows, width, size, keep)
+        return onednn.scratch_bytes(steps, rows, width, size, keep, x.element_size())
     forth, back = loops.scratch(kind, steps, rows, size, h.shape[1], project is not None)
     return forth * x.element_size(), back * x.element_size()
 
