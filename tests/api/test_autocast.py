@@ -89,6 +89,7 @@ def with_transforms(p: Any, b: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("fn", [loss, with_checkpoint, with_remat, with_transforms])
+@pytest.mark.sampled(2)
 def test_one_ranks_loss_and_gradients_are_torchs_own(fn: Callable[..., Tensor]) -> None:
     """Bit for bit where each parameter is cast once. Casts in a checkpoint's second run are autocast's too."""
     p, b = params(random.key(0)), batch(0, 0)

@@ -114,6 +114,7 @@ def test_without_an_error_what_is_lost_is_lost() -> None:
 
 
 @pytest.mark.parametrize(("codec", "world"), [("sign", 2), ("int4", 3), ("e5m2", 1)])
+@pytest.mark.sampled(2)
 def test_every_stage_has_the_bits_of_the_reference(codec: str, world: int) -> None:
     both = codec != "e5m2"
     leaves = []
@@ -323,6 +324,7 @@ def test_outside_a_step_it_is_one_rank() -> None:
 
 
 @pytest.mark.parametrize("kind", ["drop an op", "exchange two ops", "swap two reads", "wrong write", "drop a wait"])
+@pytest.mark.sampled(2)
 def test_what_changes_its_meaning_is_refused(kind: str) -> None:
     """Codes that do not travel, that are decoded before they arrive, errors that are not kept or of the other end."""
     placed = {"zero": 1, "microbatches": 1}

@@ -225,6 +225,7 @@ def deep_batch(rank: int, step: int) -> Any:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.sampled(3)
 def test_float64_is_clipped_in_float64(mesh: dict[str, int], zero: int) -> None:
     """Beside torch, on every axis: a norm that is rounded to float32 anywhere on the way is 1e-8 off."""
     rules = {"**/up": P(None, "tp"), "**/b": P("tp"), "**/down": P("tp", None)} if "tp" in mesh else None

@@ -180,6 +180,7 @@ def changed(owner: Any, key: Any, value: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(9)
 def test_a_change_is_an_error_that_names_it(case: str) -> None:
     loss, owner, key, value, name = CASES[case]
     state = fzero.step(state_of(loss), X)
@@ -197,6 +198,7 @@ def test_a_change_is_an_error_that_names_it(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(9)
 def test_a_change_makes_a_new_program_where_that_is_asked(case: str) -> None:
     """The new program computes what a state that begins with the new value computes."""
     loss, owner, key, value, _ = CASES[case]

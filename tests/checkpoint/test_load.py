@@ -307,6 +307,7 @@ ROWS, COLUMNS, FUSED = fzero.P("tp", None), fzero.P(None, "tp"), fzero.P(fzero.g
         (({"tp": 4}, COLUMNS), ({"dp": 1}, None), 1),
     ],
 )
+@pytest.mark.sampled(2)
 def test_the_bytes_read_for_a_part_over_tp(one: Any, two: Any, parts: int, tmp_path: Path) -> None:
     """`parts` times what is held, but for the blocks at the edges of a range; and few wants, however many rows."""
     leaves = [noise(torch.zeros(6144, 1024), 1)]

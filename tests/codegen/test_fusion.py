@@ -31,7 +31,7 @@ def names(one: Fused) -> list[str]:
 
 @pytest.mark.parametrize("number", range(18))
 @pytest.mark.parametrize("rules", ["processor", "device"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 def test_a_segment_with_stretches_cut_out_computes_the_same_bits(rules: str, number: int, monkeypatch: Any) -> None:
     """By the rules of a device too, where loops move."""
     if rules == "device":

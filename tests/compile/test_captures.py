@@ -64,6 +64,7 @@ def known() -> Captures:
 
 
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.sampled(2)
 def test_what_lowering_alone_reads_is_lowered_from_the_same_graph(name: str, known: Captures) -> None:
     spec, captures = SPEC.but(**SAME[name]), Captures([*known.known])
     found = lowered(spec, captures)
@@ -73,6 +74,7 @@ def test_what_lowering_alone_reads_is_lowered_from_the_same_graph(name: str, kno
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.sampled(3)
 def test_what_capture_reads_is_captured_again(name: str, known: Captures) -> None:
     spec, captures = SPEC.but(**OTHERS[name]), Captures([*known.known])
     assert lowered(spec, captures).digest == lowered(spec, None).digest

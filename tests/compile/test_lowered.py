@@ -22,6 +22,7 @@ OFFLOADING = (
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 3}, {"microbatches": 2, "reduce": "end"}], ids=str)
+@pytest.mark.sampled(2)
 def test_the_program_after_every_pass(options: dict[str, object]) -> None:
     lowered = cases.lowered(2, **options)
     assert [record.name for record in lowered.passes] == [name for name, _, _ in PASSES]

@@ -311,6 +311,7 @@ def test_a_call_that_moved_nothing_comes_again_a_few_times(folder: Path, error: 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EINVAL, errno.EDQUOT])
 @pytest.mark.parametrize("kind", ["read", "write", "sync"])
+@pytest.mark.sampled(4)
 def test_an_error_of_the_system_says_where_and_what_to_do(
     folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, number: int
 ) -> None:

@@ -127,7 +127,7 @@ def sharing(x: Tensor, own: list[Tensor]) -> list[bool]:
     return [memory(x.untyped_storage()) == memory(y.untyped_storage()) for y in own]
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", OPS)
 def test_over_torchs_operator_database(name: str) -> None:
     """The graphs of its samples are those of make_fx, and a kept form is what torch's rule gives."""

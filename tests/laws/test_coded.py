@@ -81,6 +81,7 @@ def by_hand(mesh: dict[str, int], gather: str | None, reduce: str | None) -> dic
 
 @pytest.mark.parametrize("grid", ["1", "3", "2x2"])
 @pytest.mark.parametrize("policy", ["int8", "e4m3 and e5m2", "gathered alone", "reduced alone"])
+@pytest.mark.sampled(4)
 def test_a_step_is_that_of_a_loop_by_hand(policy: str, grid: str) -> None:
     codecs = POLICIES[policy]
     one = trained(GRIDS[grid], 1, precision=Precision(**codecs), optimizer=optim.sgd(0.5), clip_norm=None, zero=2)

@@ -283,6 +283,7 @@ def infinite(rank: int, step: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "bf16_params"])
+@pytest.mark.sampled(2)
 def test_skip_keeps_every_bit_in_other_precisions(name: str) -> None:
     given = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-2), precision=name, nonfinite="skip")
     result = run(given, MLP.init(random.key(0)), infinite, world=2, steps=4, every_step=True, key=random.key(1))

@@ -99,6 +99,7 @@ def summed(parts: list[Tensor], mesh: dict[str, int]) -> Tensor:
 
 
 @pytest.mark.parametrize(("mesh", "zero"), WAYS)
+@pytest.mark.sampled(2)
 def test_one_bucket_is_coded_and_every_other_keeps_its_bits(trained: Any, mesh: str, zero: Any) -> None:
     coded, plain = (trained(codec, mesh=MESHES[mesh], zero=zero) for codec in (CODEC, None))
     others = [path for path in plain.paths if not path.startswith("params/layers/0/")]

@@ -70,7 +70,7 @@ def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
     return fzero.Spec(loss=model.loss, optimizer=tx, **options)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["mlp", "tiles of untied"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def program(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", [p for p in DOCS if program(p)], ids=page_id)
+@pytest.mark.sampled(8)
 def test_the_code_of_a_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file in an empty folder: a name that changed, or a line that was forgotten, fails."""
     code = program(path)

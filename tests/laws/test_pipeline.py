@@ -329,7 +329,7 @@ def test_a_conv_net(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", cases.PLAIN)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_layers_whose_backward_reads_no_leaf_at_a_border(name: str, schedule: str) -> None:
     """A layer for each chunk."""
     params, loss, batch = cases.plain(name, depth(schedule))

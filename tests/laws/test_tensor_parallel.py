@@ -553,6 +553,7 @@ def test_a_part_of_one_element_is_stored() -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
+@pytest.mark.sampled(3)
 def test_an_odd_loss_has_the_gradients_of_one_rank(name: str) -> None:
     loss, params, batch, shard = ODD[name]
     model = Model(params, loss, lambda rank, step: batch, shard)

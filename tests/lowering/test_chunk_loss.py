@@ -152,7 +152,7 @@ def expected(by_hand: Callable[..., Tensor], chunks: int, low: bool = False) -> 
 
 @pytest.mark.parametrize("chunks", [1, 5, S])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 def test_the_bits_are_those_of_a_loop_over_chunks(form: str, chunks: int) -> None:
     loss, by_hand = FORMS[form]
     found, (value, new) = after(loss, chunks), expected(by_hand, chunks)

@@ -110,6 +110,7 @@ NARROW = {
 
 @pytest.mark.parametrize("given", NARROW.values(), ids=NARROW)
 @pytest.mark.parametrize("tx", ["adamw", "lion", "sgd", "lamb"])
+@pytest.mark.sampled(5)
 def test_updates_wait_for_a_sum_over_tensor_parallelism_on_slices(tx: str, given: dict[str, Any]) -> None:
     """Whether a step is finite, and LAMB's norms, are known after sums over both axes. What waits for them is no whole
     tensor: no column but the parameters is gathered."""

@@ -123,6 +123,7 @@ def rows(rank: int, step: int) -> Tensor:
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled(2)
 def test_ranks_compute_what_one_computes(mesh: dict[str, int], given: dict[str, Any]) -> None:
     data = mesh.get("dp", 1)
     spec = {"loss": mlp, **CLIPPED, **given}

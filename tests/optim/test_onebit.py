@@ -116,6 +116,7 @@ def slopes(rank: int, step: int) -> Any:
 
 
 @pytest.mark.parametrize(("world", "corrected"), [(2, True), (3, False), (4, True)])
+@pytest.mark.sampled(2)
 def test_steps_are_those_of_the_algorithm(world: int, corrected: bool) -> None:
     made = replace(spec(corrected, zero=1), loss=linear)
     done = run(made, first(), slopes, world=world, steps=STEPS, every_step=True)

@@ -60,6 +60,7 @@ def test_golden(world: int, golden: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", [ADAMW, MASKED], ids=["adamw", "masked"])
+@pytest.mark.sampled(8)
 def test_a_copy_of_each_column_sharded_as_its_master(zero: int, world: int, optimizer: Any) -> None:
     program = kept(world, zero=zero, optimizer=optimizer)
     params = {name: b for name, b in program.buffers.items() if b.kind == "param"}

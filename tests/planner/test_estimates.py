@@ -58,6 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mesh", "zero", "microbatches", "remat", "offload"), CASES)
+@pytest.mark.sampled(2)
 def test_bytes_are_near_those_of_the_program(
     sketch: tuple[Problem, Sketch], mesh: Any, zero: int, microbatches: int, remat: str, offload: Any
 ) -> None:

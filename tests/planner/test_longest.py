@@ -45,6 +45,7 @@ def test_the_answer_fits_and_a_step_more_does_not(given: dict[str, Any], start: 
     assert str(found).startswith(f"{found.length:,} tokens need {found.peak:,} bytes of 3,000,000; ")
 
 
+@pytest.mark.acceptance
 def test_a_spec_may_follow_the_length() -> None:
     """The layout of a window is of one length; attention to all tokens by scores holds fewer of them."""
     init, _ = cases.gpt(64, 64, 1, 2)

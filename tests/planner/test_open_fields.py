@@ -40,6 +40,7 @@ def planned(memory: int | None = None, world: int = 4, **fields: Any) -> fzero.P
     return fzero.plan(spec, params(), rows(8), world_size=world, hardware=TOY, memory=memory, most=40)
 
 
+@pytest.mark.acceptance
 def test_tokens_stay_in_parts_where_else_nothing_fits() -> None:
     given = {"remat": "none", "microbatches": 1, "offload": None, "zero": 0}
     whole, parts = (planned(**given, sequence=axis) for axis in (None, "tp"))

@@ -378,6 +378,7 @@ def test_gradients_that_wait_to_be_clipped_may_be_held_by_the_host() -> None:
     assert found.peak <= (without + with_them) // 2
 
 
+@pytest.mark.acceptance
 def test_a_card_with_more_memory_is_no_way_out_of_device_bytes() -> None:
     """What is pinned stays on every card, so the way out is to leave it open. It fits when it is followed."""
     spec, batch = given(device_bytes=50_000, mesh={"dp": 1}), torch.empty(4, 64, device="meta")

@@ -91,6 +91,7 @@ def test_of_a_deep_model_an_interleaved_pipeline_is_foretold(monkeypatch: pytest
     assert fzero.lower(pasted, DEEP, BATCH).digest == found.lowered.digest
 
 
+@pytest.mark.acceptance
 def test_layers_that_are_recomputed_in_an_interleaved_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was foretold of a schedule is corrected by what came out: the answer is the fastest row, lowered in full."""
     monkeypatch.setattr(schedule_choice, "OPS", 0)

@@ -123,6 +123,7 @@ def region(loss: Any, params: Any, x: Any) -> torch.fx.Graph:
 
 
 @pytest.mark.parametrize("name", [*MODULES, "cell"])
+@pytest.mark.sampled(2)
 def test_results_may_be_written_into(name: str) -> None:
     """As in eager PyTorch: what a layer returns is the caller's, whatever its backward reads."""
     torch.manual_seed(0)
@@ -177,6 +178,7 @@ def test_a_trace_sees_the_backwards_of_its_own_thread_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "tanh"])
+@pytest.mark.sampled(2)
 def test_in_bf16_they_are_as_near_to_exact_numbers_as_torchs(name: str) -> None:
     """Sums are rounded at other places: 16-bit numbers are not torch's, and lie no further from exact ones. (Where the
     processor has bf16, torch's LSTM is oneDNN's, and so is ours.)"""
@@ -206,7 +208,7 @@ def test_in_bf16_they_are_as_near_to_exact_numbers_as_torchs(name: str) -> None:
     ids=["fp64", "fp32", "again"],
 )  # fmt: skip
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_in_a_checkpoint(name: str, dtype: torch.dtype, again: bool) -> None:
     """A backward that recomputes a layer takes the layer's op, as the forward did; also one of a gradient's norm."""
     params, loss, x = of(name, dtype, num_layers=2)
@@ -234,7 +236,7 @@ def test_lines_are_the_users() -> None:
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 @pytest.mark.parametrize("options", [{"remat": "full"}, {"zero": 3}, {"zero": 3, "microbatches": 3}])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_no_stage_changes_a_bit(name: str, options: dict[str, Any]) -> None:
     params, loss, _ = of(name, torch.float32, num_layers=2, batch_first=True)
     params = {k: v for k, v in params.items() if k not in ("h", "c")}

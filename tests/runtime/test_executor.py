@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("number", range(40))
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_bound_programs_have_the_bits_of_the_interpreter(number: int) -> None:
     case = corpus.draw(random.Random(f"11 {number}"), number)
     plain = [{n: t.clone() for n, t in own.items()} for own in case.memory]

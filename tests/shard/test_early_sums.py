@@ -25,6 +25,7 @@ def loss(p: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("given", [{"sequence": "tp"}, {"sequence": "tp", "remat": "full"}, {}], ids=str)
 @pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.sampled(2)
 def test_buckets_are_reduced_while_the_backward_goes_on(zero: int, given: dict[str, Any]) -> None:
     """With tokens in parts each norm's gradient is a sum over tp. Without, it is not: both reduce layer by layer."""
     shapes = {"norm": (WIDTH,), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH)}

@@ -40,6 +40,7 @@ def trained(mesh: dict[str, int], precision: Any, zero: int) -> Run:
     ["fp32", "bf16", "autocast", Precision(gather="int8", exact=("emb",))],
     ids=["fp32", "bf16", "autocast", "int8"],
 )
+@pytest.mark.sampled(2)
 def test_a_cast_or_coded_parameter_is_gathered_for_its_use(precision: Any) -> None:
     first = trained({"dp": 2, "tp": 2}, precision, 0)
     assert differing(trained({"dp": 2, "tp": 2}, precision, 3).final, first.final) == []

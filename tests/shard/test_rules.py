@@ -56,6 +56,7 @@ SCALARS = {aten.min.default, aten.all.default, aten.prod.default}  # of all elem
 
 
 @pytest.mark.parametrize("op", CASES, ids=str)
+@pytest.mark.sampled(80)
 def test_every_strategy_computes_the_op(op: Any) -> None:
     """Parts, the local call, joined: the op on the whole. Ranks of a `Partial` hold random addends."""
     count = 0

@@ -72,7 +72,7 @@ def judged(kind: OpKind, name: str, each: int) -> tuple[Counter[str], list[str]]
 
 @pytest.mark.parametrize("name", PLACED)
 @pytest.mark.parametrize("kind", OPS)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 def test_each_kind_in_each_place_has_its_meaning_or_is_refused(kind: str, name: str, whole: bool) -> None:
     counts, missed = judged(OPS[kind], name, 40 if whole else 6)
     assert missed == []

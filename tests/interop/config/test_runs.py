@@ -62,6 +62,7 @@ def spec_of(given: Given) -> fzero.Spec:
 
 
 @pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.sampled(2)
 def test_each_file_trains(name: str) -> None:
     given = given_of(name)
     rows = given.rank_batch or 0
@@ -123,7 +124,7 @@ def test_a_document_gives_the_fields_that_it_means(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_a_document_trains(name: str) -> None:
     """On its ranks, in this process; with the losses of plain data parallelism where nothing is rounded."""
     given = given_by(CASES[name])
