@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fzero._torch_compat import FakeTensor, OpOverload, fake_by_kernel, fake_of_form, fake_rule
-from fzero.ir import fx_values
+from fzero.ir import fx_values, in_place
 from fzero.ir.op_info import of
 
 aten = torch.ops.aten
@@ -36,6 +36,8 @@ _kept: dict[Any, list[tuple[Any, ...] | None] | None] = {}  # forms of a call's 
 def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`op(*args, **kwargs)` on fake tensors, whose mode is on."""
     rule, operands = fake_rule(op), list[FakeTensor]()
+    if op._schema.is_mutable:
+        in_place.check(op, args, kwargs, run)
     kind = _results(op)
     key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands, op is aten.as_strided.default)
     if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):

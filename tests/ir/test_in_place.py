@@ -1,0 +1,139 @@
+"""In-place ops in a trace: what eager PyTorch refuses is refused at its line, in eager's words, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import opdb
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fzero
+from fzero import optim, tree
+from fzero._torch_compat import FakeTensorMode
+from fzero.ir import forms, in_place
+
+SHAPE, DTYPE, MEMORY = "doesn't match the broadcast shape", "can't be cast to the desired output", "single memory"
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
+
+
+def mask_of_a_number(w: Tensor, b: Tensor) -> Any:
+    m = w.sum() > 0
+    m &= b > 0
+    return m
+
+
+def bound_of_a_number(w: Tensor, b: Tensor) -> Any:
+    return w.sum().clamp_(min=b[0])
+
+
+def power_of_a_row(w: Tensor, b: Tensor) -> Any:
+    return w.sum(0).pow_(b.abs())
+
+
+def half_of_counts(w: Tensor, b: Tensor) -> Any:
+    counts = (b > 0).sum(0)
+    counts *= 0.5
+    return counts
+
+
+def weighted_counts(w: Tensor, b: Tensor) -> Any:
+    return (b > 0).sum(0).mul_(b[0])
+
+
+def weighted_mask(w: Tensor, b: Tensor) -> Any:
+    return (b > 0).mul_(b)
+
+
+def complex_sum(w: Tensor, b: Tensor) -> Any:
+    return (w * 1).add_(b[0].to(torch.complex64))
+
+
+def expanded(w: Tensor, b: Tensor) -> Any:
+    return w.sum(0).expand(6, 3).mul_(2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (mask_of_a_number, SHAPE), (bound_of_a_number, SHAPE), (power_of_a_row, SHAPE), (half_of_counts, DTYPE),
+        (weighted_counts, DTYPE), (weighted_mask, DTYPE), (complex_sum, DTYPE), (expanded, MEMORY),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)  # fmt: skip
+def test_what_eager_refuses_is_refused_at_its_line(make: Callable[..., Any], words: str) -> None:
+    """The complaint: each ran, with numbers of another function."""
+    w, batch = torch.ones(6, 3), torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match=words):
+        make(w, batch)
+    spec = fzero.Spec(loss=lambda p, b: p["w"].sum() * make(p["w"], b).sum().real, optimizer=optim.sgd(0.1))
+    with pytest.raises(RuntimeError, match=rf"test_in_place\.py:\d+: aten\.\w+_\.\w+ of .*{re.escape(words)}"):
+        fzero.lower(spec, {"w": w}, batch)
+
+
+def test_a_quotient_of_whole_numbers_has_its_operands_shape() -> None:
+    """`floor_divide_`, which torch does not mark as elementwise."""
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=SHAPE):
+        forms.run(torch.ops.aten.floor_divide_.Tensor, (torch.ones(3), torch.ones(4, 3)), {})
+
+
+def test_what_eager_fills_may_be_expanded() -> None:
+    with FakeTensorMode():
+        for op, rest in (("zero_.default", ()), ("fill_.Scalar", (2.0,)), ("masked_fill_.Scalar", (None, 2.0))):
+            name, overload = op.split(".")
+            x = torch.ones(3).expand(4, 3)
+            args = [torch.ones(4, 3, dtype=torch.bool) if value is None else value for value in rest]
+            forms.run(getattr(getattr(torch.ops.aten, name), overload), (x, *args), {})
+
+
+class Checked(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            in_place.check(func, args, kwargs or {}, forms.run)
+            self.count += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.sampled(1)
+def test_what_eager_takes_is_taken(dtype: torch.dtype, whole: bool) -> None:
+    """The in-place forms of torch's operator database; those of fifteen of its ops in `make test`."""
+    checked, refused = Checked(), []
+    infos = [info for info in opdb.OPS.values() if info.inplace_variant and info.supports_dtype(dtype, "cpu")]
+    for info in infos if whole else random.Random(str(dtype)).sample(infos, 15):
+        for sample in samples(info, dtype):
+            mode = FakeTensorMode()
+            own, args, kwargs = tree.map(
+                lambda x, mode=mode: mode.from_tensor(x) if isinstance(x, Tensor) else x,
+                (sample.input.clone(), sample.args, sample.kwargs),
+            )
+            with mode:
+                try:
+                    with checked:
+                        info.inplace_variant(own, *args, **kwargs)
+                except Exception as error:
+                    if any(words in str(error) for words in (DTYPE, MEMORY)):
+                        refused.append((info.name, sample, error))
+    assert refused == []
+    assert checked.count >= (200 if whole else 10)
+
+
+def samples(info: Any, dtype: torch.dtype) -> list[Any]:
+    """Those of an op that eager takes."""
+    taken = []
+    for sample in info.sample_inputs("cpu", dtype):
+        try:
+            info.inplace_variant(sample.input.clone(), *sample.args, **sample.kwargs)
+        except Exception:
+            continue
+        taken.append(sample)
+    return taken
