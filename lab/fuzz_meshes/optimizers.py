@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero import optim
 
 Leaves = dict[str, Tensor]
-EPS = 1e-3  # of what divides by the root of a second moment: gradients that are rounding alone stay small
+EPS = 1e-2  # of what divides by the root of a second moment. No less than rates: no update is larger than its gradient
 
 
 @dataclass(frozen=True)
