@@ -25,6 +25,7 @@ ANT = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "dim_he
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "CANINE": ("CanineForTokenClassification", "masked", TOKENS),
     "CPM-Ant": ("CpmAntForCausalLM", "causal", ANT),
+    "Llama, tokens": ("LlamaForTokenClassification", "causal", {**hf.ONE, "num_labels": VOCAB}),
     "Nystromformer": (
         "NystromformerForMaskedLM", "masked", {**TEXT, "num_landmarks": PLACES, "segment_means_seq_len": PLACES}
     ),
@@ -95,3 +96,13 @@ def test_rows_without_labels_weigh_nothing_where_short_batches_are_filled(name: 
         with torch.no_grad():
             short, long = made(**given).loss, made(**shapes.filled(given, 7)).loss
         assert torch.allclose(short, long, rtol=3e-6, atol=0), f"{name}: {float(short)} and {float(long)}"
+
+
+@pytest.mark.parametrize("head", ["Token", "Sequence"])
+def test_heads_that_models_share_are_padded(head: str) -> None:
+    """The complaint: a Llama with a head of `transformers.modeling_layers` was taken for a model of the user's: each
+    length had a program, and a window of several was refused."""
+    config = transformers.LlamaConfig(**{**SPECIAL, **hf.ONE, "num_labels": 3})
+    trainer = Trained(getattr(transformers, f"LlamaFor{head}Classification")(config))
+    assert weightless.places(trainer)
+    assert weightless.rows(trainer, None)

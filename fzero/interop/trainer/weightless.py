@@ -20,6 +20,7 @@ MIX_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 UNMASKED = (  # model types in which padded places count, mask or not: they are convolved, pooled or hashed
     "canine", "convbert", "cpmant", "funnel", "mobilebert", "nystromformer", "prophetnet", "yoso",
 )  # fmt: skip
+OWN = ("transformers.models.", "transformers.modeling_layers")  # modules of its models, and of the heads they share
 LAST_LABEL = ("mbart", "plbart")  # model types that look for the last label of each row
 
 
@@ -32,7 +33,7 @@ def known(model: Any) -> bool:
     """Whether the forward, and so the loss, is transformers' own."""
     model = inner(model)
     own = getattr(type(model).forward, "__module__", "") or ""
-    return isinstance(model, transformers.PreTrainedModel) and own.startswith("transformers.models.")
+    return isinstance(model, transformers.PreTrainedModel) and own.startswith(OWN)
 
 
 def takes_mask(model: Any) -> bool:
