@@ -305,6 +305,16 @@ _GLOBAL = (
     "attention_mask= out where nothing is padded, or give both closed over or as fzero.static(mask)"
 )
 
+_LAYERDROP = (
+    "It leaves layers out by chance (LayerDrop): make the model with layerdrop=0.0, or encoder_layerdrop=0.0 and "
+    "decoder_layerdrop=0.0, as in from_pretrained(name, layerdrop=0.0)"
+)
+
+_LENGTHS = (
+    "It checks lengths: pass lengths=torch.full((rows,), length) of the batch's shape beside attention_mask=, which is "
+    "then the mask"
+)
+
 # part of "op file:line in function `line of code`" -> the remedy. The first that fits is shown.
 REMEDIES = {
     "torch/distributions": "It checks its arguments: pass validate_args=False",
@@ -318,6 +328,13 @@ REMEDIES = {
     "aten._unique2": "How many there are is a value: torch.sort keeps the shape",
     "gaussian_nll_loss": "It checks that no variance is negative: write 0.5 * (var.log() + (x - y) ** 2 / var) with "
     "var.clamp(min=eps)",
+    "aten.unique_consecutive": "How many there are is a value: torch.sort keeps the shape. A classifier of "
+    "transformers compares the number of its rows' end tokens so: call the model below its head, and take the state of "
+    "the last one by torch.gather",
+    "layerdrop": _LAYERDROP,
+    "skip_the_layer": _LAYERDROP,
+    "models/xlm/": _LENGTHS,
+    "models/flaubert/": _LENGTHS,
     "models/longformer": _GLOBAL,
     "models/led": _GLOBAL,
     "models/prophetnet": "It shifts labels to the right and checks them: pass decoder_input_ids= beside labels=",

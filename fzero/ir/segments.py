@@ -136,23 +136,32 @@ def normalised(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _true_statistics(gm: fx.GraphModule) -> None:
-    """Corrects the dtype of a norm's mean and deviation. In place.
-
-    A norm of 16-bit values with fp32 parameters keeps both in fp32 on the CPU; torch's shape rules (2.11, 2.13) say
-    16 bits.
-    """
+    """Corrects the dtype of a norm's mean and deviation. In place."""
     for node in gm.graph.nodes:
-        place = of(node.target).norm_weight
-        weight = node.args[place] if place is not None else None
-        if not isinstance(weight, fx.Node) or not backend.of(weight.meta["val"].device).on_host:
-            continue
-        out, mean, deviation, *rest = node.meta["val"]
-        if out.dtype.itemsize == 2 and weight.meta["val"].dtype is torch.float32:
-            with mean.fake_mode:
-                wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (mean, deviation)]
-            node.meta["val"] = (out, *wide, *rest)
-            for user in node.users:
-                user.meta["val"] = node.meta["val"][user.args[1]]
+        if of(node.target).norm_weight is not None:
+            given = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+            results = true_statistics(node.target, given, node.meta["val"])
+            for user in node.users if results is not node.meta["val"] else ():
+                user.meta["val"] = results[user.args[1]]
+            node.meta["val"] = results
+
+
+def true_statistics(op: Any, args: Sequence[Any], results: Any) -> Any:
+    """The results of a call on fake tensors, those of a norm with the dtypes that its kernel gives them.
+
+    A norm of 16-bit values with fp32 parameters keeps mean and deviation in fp32 on the CPU; torch's shape rules (2.11,
+    2.13) say 16 bits.
+    """
+    place = of(op).norm_weight
+    weight = args[place] if place is not None else None
+    if not isinstance(weight, torch.Tensor) or not backend.of(weight.device).on_host:
+        return results
+    out, mean, deviation, *rest = results
+    if out.dtype.itemsize != 2 or weight.dtype is not torch.float32:
+        return results
+    with mean.fake_mode:
+        wide = [torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (mean, deviation)]
+    return (out, *wide, *rest)
 
 
 def _is_transpose(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import OpOverload
-from fzero.ir import forms, fx_nodes
+from fzero.ir import forms, fx_nodes, segments
 from fzero.shard import ops
 from fzero.shard.claims import Claim, claim
 from fzero.shard.local_forms import traced
@@ -73,7 +73,9 @@ class LocalGraph:
 
     def _called(self, target: Any, args: Any, kwargs: Any) -> Any:
         by_form = self.mode is not None and isinstance(target, OpOverload)
-        return forms.run(target, args, kwargs) if by_form else target(*args, **kwargs)
+        if not by_form:
+            return target(*args, **kwargs)
+        return segments.true_statistics(target, args, forms.run(target, args, kwargs))
 
     def form(self, node: fx.Node, strategy: Strategy, args: Any, kwargs: Any) -> fx.Node | list[fx.Node]:
         """A local form, traced and written in the op's place: its result, or its results."""

@@ -56,7 +56,7 @@ def assert_alike(folder: Path, make: Callable[[], Any], rows: Any, collate: Coll
         assert a.keys() == b.keys(), name
         assert all(abs(a[step] - b[step]) <= CLOSE * max(1.0, abs(b[step])) for step in b), (name, a, b)
     assert ours.rates == pytest.approx(stock.rates)
-    # a number added to all scores of a softmax has a gradient that is rounding, and Adam takes the sign
+    # a softmax leaves out what is added to all places: these gradients are rounding, and Adam takes the sign
     weighty = [n for n in stock.params if not n.endswith(("key.bias", "qa_outputs.bias"))]
     assert all(float((ours.params[n] - stock.params[n]).abs().max()) < 1e-4 for n in weighty)
     return found[0]

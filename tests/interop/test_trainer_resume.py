@@ -6,16 +6,17 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 transformers = pytest.importorskip("transformers")
 
-from trainers import OURS, make  # noqa: E402
+from trainers import OURS, STOCK, bert, classified, make, padded, run, seeded  # noqa: E402
 
 from fzero.errors import CheckpointError, CorruptError  # noqa: E402
 from fzero.interop.trainer import resume, weights  # noqa: E402
@@ -41,6 +42,28 @@ def test_what_transformers_writes_is_taken(checkpoint: Path) -> None:
     (checkpoint / resume.STATE).rename(checkpoint / "blob")  # as in the cache of a hub
     (checkpoint / resume.STATE).symlink_to("blob")
     resume.check(checkpoint)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(classified(20, 0))
+
+
+def test_a_run_over_a_stream_goes_on(tmp_path: Path) -> None:
+    """The complaint: its checkpoints have `sys.maxsize` epochs, and were refused."""
+    ended = []
+    for kind in (STOCK, OURS):
+        losses = []
+        for most, resumed in ((4, None), (6, str(tmp_path / kind / "checkpoint-2"))):
+            options = {"max_steps": most, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+            model = seeded(lambda: bert("BertForSequenceClassification", num_labels=3))
+            made = run(kind, tmp_path / kind, model, Stream(), padded, resumed, **options, warmup_steps=0)
+            losses += [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        ended.append(losses)
+    assert len(ended[0]) == 10
+    assert ended[1] == pytest.approx(ended[0], rel=1e-4)
 
 
 WRONG: list[tuple[str, Any]] = [

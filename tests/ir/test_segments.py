@@ -11,11 +11,13 @@ from helpers import run, same_bits
 from torch import Tensor, fx
 
 import fzero
+from fzero._torch_compat import FakeTensorMode
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.verify import form
 from lab.fuzz import runs
 from lab.fuzz.runs import run_bound
 
+aten = torch.ops.aten
 W, X = torch.randn(4, 6), torch.randn(4, 6)
 
 
@@ -159,3 +161,23 @@ def test_what_equal_ops_leave_to_several_layers_is_there() -> None:
     leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
     for name, grad in zip(leaves, torch.autograd.grad(loss(leaves, X), list(leaves.values())), strict=True):
         torch.testing.assert_close(found[name], grad)
+
+
+def layer_norm(dtype: torch.dtype) -> tuple[Any, ...]:
+    rows = torch.ones(2, 4, dtype=torch.bfloat16)
+    return aten.native_layer_norm.default, [rows, [4], *torch.ones(2, 4, dtype=dtype), 1e-5]
+
+
+def group_norm(dtype: torch.dtype) -> tuple[Any, ...]:
+    image = torch.ones(2, 4, 3, dtype=torch.bfloat16)
+    return aten.native_group_norm.default, [image, *torch.ones(2, 4, dtype=dtype), 2, 4, 3, 2, 1e-5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm", [layer_norm, group_norm])
+def test_statistics_of_a_norm_have_the_dtypes_of_its_kernel(norm: Any, dtype: torch.dtype) -> None:
+    op, args = norm(dtype)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+        found = segments.true_statistics(op, given, op(*given))
+    assert [x.dtype for x in found] == [x.dtype for x in op(*args)]

@@ -515,6 +515,36 @@ def test_a_model_that_asks_for_a_value_of_the_batch_is_refused_with_the_argument
         fzero.lower(spec, params, batch, world_size=1)
 
 
+SMALL = {"vocab_size": hf_models.VOCAB, "max_position_embeddings": 32}
+BOTH = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 2}  # fmt: skip
+XLM = {"emb_dim": 16, "n_layers": 1, "n_heads": 2}
+ENDS = torch.cat([IDS, torch.full((2, 1), 2)], 1)  # each row with an end token
+BY_OPTION: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "LayerDrop": ("M2M100ForConditionalGeneration", BOTH, {"input_ids": IDS, "labels": IDS}, "layerdrop=0.0"),
+    "lengths": ("XLMWithLMHeadModel", XLM, {"input_ids": IDS, "labels": IDS}, r"lengths=torch.full\("),
+    "end tokens": (
+        "BartForSequenceClassification", BOTH, {"input_ids": ENDS, "labels": torch.tensor([0, 1])}, "below its head"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_OPTION)
+def test_a_model_that_asks_for_a_value_is_refused_with_what_avoids_it(name: str) -> None:
+    """The complaint: the advice was to rewrite a library's `if`."""
+    model, options, batch, says = BY_OPTION[name]
+    params, buffers, apply = from_module(hf_models.made(model, model_config(model), **SMALL, **options)().train())
+    spec = fzero.Spec(loss=lambda p, b: apply(p, buffers, **b).loss, optimizer=fzero.optim.sgd(0.1), allow_unused=True)
+    with pytest.raises(fzero.CaptureError, match=says):
+        fzero.lower(spec, params, batch, world_size=1, key=fzero.random.key(0))
+
+
+def model_config(model: str) -> str:
+    import transformers
+
+    return str(getattr(transformers, model).config_class.__name__)
+
+
 def test_a_check_of_values_is_made_when_the_program_runs() -> None:
     """LLaVA counts its image tokens: a batch with another number raises, and the state is as it was."""
     _, params, of = asking("LLaVA", own_loss)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from fzero.interop.file_places import read_all
 
 STATE = "trainer_state.json"
 MOST_BYTES = 256 << 20  # of a file: a log of a million entries has a hundred
-MOST = 1 << 53  # of a count
+MOST = sys.maxsize  # of a count: so many epochs has a run over a stream
 ANOTHER = "Resume from another checkpoint of this run: resume_from_checkpoint='.../checkpoint-N'"
 
 

@@ -17,7 +17,11 @@ from fzero.interop.trainer.shapes import ANSWERS
 
 PAD_TO = 64  # places, where nothing else is said
 MIX_ROWS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-UNMASKED = ("convbert",)  # model types whose convolutions read padded places
+UNMASKED = (  # model types in which padded places count, mask or not: they are convolved, pooled or hashed
+    "canine", "convbert", "cpmant", "funnel", "mobilebert", "nystromformer", "prophetnet", "yoso",
+)  # fmt: skip
+OWN = ("transformers.models.", "transformers.modeling_layers")  # modules of its models, and of the heads they share
+LAST_LABEL = ("mbart", "plbart")  # model types that look for the last label of each row
 
 
 def inner(model: Any) -> Any:
@@ -29,7 +33,7 @@ def known(model: Any) -> bool:
     """Whether the forward, and so the loss, is transformers' own."""
     model = inner(model)
     own = getattr(type(model).forward, "__module__", "") or ""
-    return isinstance(model, transformers.PreTrainedModel) and own.startswith("transformers.models.")
+    return isinstance(model, transformers.PreTrainedModel) and own.startswith(OWN)
 
 
 def takes_mask(model: Any) -> bool:
@@ -59,6 +63,8 @@ def rows(trainer: Any, batch: Any) -> bool:
     if own or not known(trainer.model) or not (answers or trainer.label_names == ["labels"]):
         return False
     config = model.config
+    if config.model_type in LAST_LABEL:
+        return False
     if getattr(config, "output_router_logits", False) or hasattr(config, "semantic_loss_ignore_index"):
         return False
     if any(isinstance(part, MIX_ROWS) for part in model.modules()):

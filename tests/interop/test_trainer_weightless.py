@@ -1,0 +1,108 @@
+"""Families of transformers whose batches a Trainer pads: what is added weighs nothing in the loss of plain PyTorch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from foreign import hf  # noqa: E402
+from foreign.hf import ENCODER, SPECIAL, TEXT, VOCAB  # noqa: E402
+
+from fzero.interop.trainer import shapes, weightless  # noqa: E402
+
+PLACES, LENGTH, LONGER = 80, 11, 64  # an odd length, which pooling fills up
+TOKENS: dict[str, Any] = {
+    **ENCODER, "type_vocab_size": 2, "downsampling_rate": 4, "local_transformer_stride": 16, "num_hash_buckets": PLACES,
+    "num_hash_functions": 2, "max_position_embeddings": PLACES, "num_labels": VOCAB,
+}  # fmt: skip
+ANT = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "dim_head": 8, "dim_ff": 48,
+       "num_hidden_layers": 2, "prompt_length": 4, "prompt_types": 4, "segment_types": 4}  # fmt: skip
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "CANINE": ("CanineForTokenClassification", "masked", TOKENS),
+    "CPM-Ant": ("CpmAntForCausalLM", "causal", ANT),
+    "Llama, tokens": ("LlamaForTokenClassification", "causal", {**hf.ONE, "num_labels": VOCAB}),
+    "Nystromformer": (
+        "NystromformerForMaskedLM", "masked", {**TEXT, "num_landmarks": PLACES, "segment_means_seq_len": PLACES}
+    ),
+    "YOSO": ("YosoForMaskedLM", "masked", {**TEXT, "use_expectation": True}),
+}  # fmt: skip
+KINDS = ("causal", "plain", "masked", "sequences")
+SAME = {  # in which the effect on a loss is too small to be measured so
+    "MobileBERT"
+}
+FAMILIES = {n: row for n, row in hf.FAMILIES.items() if row and row[1].partition(",")[0] in KINDS} | OTHERS
+
+
+def model(name: str) -> Any:
+    """The model in evaluation, with values as trained ones have them: of biases and of the pad token's row too."""
+    kind, _, options = FAMILIES[name]
+    longer = {
+        key: PLACES for key, n in options.items() if n == 32 and ("position" in key or key in ("n_ctx", "max_seq_len"))
+    }
+    made = getattr(transformers, kind)
+    torch.manual_seed(0)
+    result = made(made.config_class(**{**SPECIAL, **options, **longer})).eval()
+    with torch.no_grad():
+        for value in result.parameters():
+            value.add_(0.05 * torch.randn_like(value))
+    return result
+
+
+def batch(kind: str) -> dict[str, Tensor]:
+    """Rows of several lengths, as a collator pads them."""
+    ids = torch.randint(3, VOCAB, (4, LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 7, 9, 5])[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels = labels[:, :7].clone() if kind.startswith("sequences") else labels
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    fills = {"labels": -100}
+    return {n: F.pad(x, (0, LONGER - x.shape[1]), value=fills.get(n, 0)) for n, x in batch.items()}
+
+
+class Trained(transformers.Trainer):
+    def __init__(self, model: Any) -> None:
+        self.model, self.label_names, self.compute_loss_func = model, ["labels"], None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(6)
+def test_padded_places_weigh_nothing_where_batches_are_padded(name: str) -> None:
+    """The complaint: Funnel, Nystromformer and others took padded places into the loss, mask or not, and were padded to
+    64 without a word."""
+    made, given = model(name), batch(FAMILIES[name][1])
+    pads = weightless.places(Trained(made))
+    with torch.no_grad():
+        short, long = made(**given).loss, made(**padded(given)).loss
+    if pads:
+        assert torch.allclose(short, long, rtol=3e-6, atol=0), f"{name}: {float(short)} and {float(long)}"
+    elif made.config.model_type in weightless.UNMASKED and name not in SAME:
+        assert not torch.allclose(short, long, rtol=3e-6, atol=0), f"{name} may be padded"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(6)
+def test_rows_without_labels_weigh_nothing_where_short_batches_are_filled(name: str) -> None:
+    """The complaint: mBART looks for the last label of each row, and a short last batch ended in torch's IndexError."""
+    made, given = model(name), batch(FAMILIES[name][1])
+    if weightless.rows(Trained(made), given):
+        with torch.no_grad():
+            short, long = made(**given).loss, made(**shapes.filled(given, 7)).loss
+        assert torch.allclose(short, long, rtol=3e-6, atol=0), f"{name}: {float(short)} and {float(long)}"
+
+
+@pytest.mark.parametrize("head", ["Token", "Sequence"])
+def test_heads_that_models_share_are_padded(head: str) -> None:
+    """The complaint: a Llama with a head of `transformers.modeling_layers` was taken for a model of the user's: each
+    length had a program, and a window of several was refused."""
+    config = transformers.LlamaConfig(**{**SPECIAL, **hf.ONE, "num_labels": 3})
+    trainer = Trained(getattr(transformers, f"LlamaFor{head}Classification")(config))
+    assert weightless.places(trainer)
+    assert weightless.rows(trainer, None)
