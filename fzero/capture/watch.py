@@ -22,7 +22,7 @@ from fzero._torch_compat import (
     scatters_keep_overlap,
     unwatched,
 )
-from fzero.capture import ctc  # noqa: F401  (fills the column `traced`)
+from fzero.capture import ctc, mixed_dtypes  # noqa: F401  (`ctc` fills the column `traced`)
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
@@ -82,11 +82,8 @@ class Watch(TorchDispatchMode):
         if odd := [x for x in args if isinstance(x, torch.Tensor) and _is_subclass(x)]:
             name = name_of(odd[0], self.tracing.fns)
             raise Refused(f"{func} at {self.where()} reads {name}, a {type(odd[0]).__name__}. {PLAIN}")
-        if of(func).one_dtype and len({value.dtype for value in args if isinstance(value, torch.Tensor)}) > 1:
-            operands = " and ".join(describe(value) for value in args if isinstance(value, torch.Tensor))
-            raise Refused(
-                f"{func} at {self.where()} is given {operands}: it needs one dtype. Cast one, as in x.to(w.dtype)"
-            )
+        if mixed := mixed_dtypes.why(func, args):
+            raise Refused(f"{func} at {self.where()} {mixed}")
         if of(func).keeps_overlap and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):

@@ -70,7 +70,9 @@ def _alike(op: OpOverload, operands: Sequence[FakeTensor]) -> bool:
     """Whether they lie on one device, and have dtypes by which the kernel for meta tensors has the form of theirs: the
     statistics of a norm of narrow operands have another dtype on each device."""
     row, dtypes = of(op), {x.dtype for x in operands}
-    if (row.one_dtype and len(dtypes) > 1) or (row.norm_weight is not None and min(d.itemsize for d in dtypes) < 4):
+    if (row.one_dtype is not None and len(dtypes) > 1) or (
+        row.norm_weight is not None and min(d.itemsize for d in dtypes) < 4
+    ):
         return False
     return len({x.fake_device for x in operands}) == 1
 

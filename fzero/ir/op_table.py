@@ -42,8 +42,9 @@ class OpInfo:
 
     fake: "kept": the forms of its results follow from those of its operands, and are kept; "kernel": moreover its
         kernel for meta tensors is its shape rule, as of aten's pointwise ops. Pure ops of aten are kept without saying.
-    traced: its trace, given what is known of values, then its operands. one_dtype: it refuses operands of several
-        dtypes when it runs, but not on fake tensors. keeps_overlap: its result may overlap itself as its operand does.
+    traced: its trace, given what is known of values, then its operands. one_dtype: places of operands, or "all", that
+        it refuses in several dtypes when it runs, but not on fake tensors. keeps_overlap: its result may overlap itself
+        as its operand does.
     norm_weight: the place of a norm's weight, whose dtype decides that of its statistics.
 
     How it runs:
@@ -87,7 +88,7 @@ class OpInfo:
     draws: Callable[..., Any] | None = None
     fake: Literal["", "kept", "kernel"] = ""
     traced: Callable[..., Any] | None = None
-    one_dtype: bool = False
+    one_dtype: Literal["all"] | tuple[int, ...] | None = None
     keeps_overlap: bool = False
     norm_weight: int | None = None
     out_form: str = ""
@@ -177,12 +178,12 @@ ROWS: dict[str, OpInfo] = {
         OpInfo(fake="kernel"),
     ),
     # products
-    **rows("mm addmm", OpInfo(out_form="program", fake="kernel", one_dtype=True)),
+    **rows("mm addmm", OpInfo(out_form="program", fake="kernel", one_dtype="all")),
     "aten.bmm": OpInfo(out_form="program", fake="kernel"),
     "aten.baddbmm": OpInfo(out_form="call"),
     **rows("onednn_mm onednn_addmm onednn_bmm onednn_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("widened_mm widened_addmm widened_bmm widened_baddbmm", OpInfo(out_form="program"), "fzero"),
-    **rows("mv addmv convolution", OpInfo(one_dtype=True)),
+    **rows("mv addmv convolution", OpInfo(one_dtype="all")),
     # reductions and norms
     "aten.sum": OpInfo(fusion="loop", fake="kernel"),
     "aten.sum.default": OpInfo(meaning="sum"),
@@ -210,7 +211,13 @@ ROWS: dict[str, OpInfo] = {
     **rows("gather index index_select max_pool2d_with_indices", OpInfo(out_form="call")),
     **rows("embedding_dense_backward native_group_norm_backward", OpInfo(fake="kernel")),
     **rows("as_strided_scatter diagonal_scatter select_scatter slice_scatter", OpInfo(keeps_overlap=True)),
-    **rows("nll_loss_forward nll_loss_backward", OpInfo(fusion="loop", out_form="call", fake="kernel")),
+    "aten.nll_loss_forward": OpInfo(fusion="loop", out_form="call", fake="kernel", one_dtype=(0, 2)),
+    "aten.nll_loss_backward": OpInfo(fusion="loop", out_form="call", fake="kernel"),
+    "aten.nll_loss2d_forward": OpInfo(one_dtype=(0, 2)),
+    "aten.binary_cross_entropy": OpInfo(one_dtype=(0, 1, 2)),
+    **rows("grid_sampler_2d grid_sampler_3d linalg_cross polar complex _cdist_forward", OpInfo(one_dtype=(0, 1))),
+    **rows("index_put index_put_ _unsafe_index_put", OpInfo(one_dtype=(0, 2))),
+    **rows("index_add index_add_ index_copy index_copy_ index_reduce index_reduce_", OpInfo(one_dtype=(0, 3))),
     # layers
     **rows("recurrent recurrent_backward", OpInfo(fake="kept", out_form="call"), "fzero"),
     # their kernels on CUDA copy the lengths to the host, whatever the tags say (2.11.0, 2.13.0)

@@ -1,0 +1,43 @@
+"""mixed_dtypes: operands of several dtypes that an op takes on fake tensors, and refuses when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero import backend
+from fzero.capture.provenance import describe
+from fzero.ir.op_info import of
+
+_NORM = (
+    "a layer mixes dtypes, as a BatchNorm does whose weight is cast and whose statistics are not. Keep all of the "
+    "layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
+)
+
+
+def why(op: Any, args: Sequence[Any]) -> str:
+    """What is wrong with the operands' dtypes, after the op's name and place; "" if nothing is."""
+    row = of(op)
+    if row.one_dtype is not None:
+        places = range(len(args)) if row.one_dtype == "all" else row.one_dtype
+        own = [args[i] for i in places if i < len(args) and isinstance(args[i], Tensor)]
+        if len({x.dtype for x in own}) > 1:
+            return f"is given {_shown(own)}: it needs one dtype. Cast one, as in x.to(w.dtype)"
+    if row.norm_weight is not None and isinstance(args[0], Tensor) and backend.of(args[0].device).on_host:
+        own = [x for x in args[:5] if isinstance(x, Tensor)]
+        if not _takes(own[0].dtype, {x.dtype for x in own[1:]}):
+            return f"is given {_shown(own)}: {_NORM}"
+    return ""
+
+
+def _takes(dtype: torch.dtype, of_parameters: set[torch.dtype]) -> bool:
+    """Whether a norm of the CPU takes values of a dtype beside these of its parameters and statistics (2.13.0)."""
+    wide = dtype.itemsize == 2 and of_parameters == {torch.float32}
+    return wide or of_parameters <= {dtype}
+
+
+def _shown(operands: Sequence[Tensor]) -> str:
+    return " and ".join(map(describe, operands))
