@@ -24,13 +24,20 @@ def why(op: Any, args: Sequence[Any]) -> str:
     if row.one_dtype is not None:
         places = range(len(args)) if row.one_dtype == "all" else row.one_dtype
         own = [args[i] for i in places if i < len(args) and isinstance(args[i], Tensor)]
-        if len({x.dtype for x in own}) > 1:
+        if len({x.dtype for x in own}) > 1 and not _fills_mask(args):
             return f"is given {_shown(own)}: it needs one dtype. Cast one, as in x.to(w.dtype)"
     if row.norm_weight is not None and isinstance(args[0], Tensor) and backend.of(args[0].device).on_host:
         own = [x for x in args[:5] if isinstance(x, Tensor)]
         if not _takes(own[0].dtype, {x.dtype for x in own[1:]}):
             return f"is given {_shown(own)}: {_NORM}"
     return ""
+
+
+def _fills_mask(args: Sequence[Any]) -> bool:
+    """Whether `x[mask] = value` writes one number, which torch casts."""
+    indices, value = (args[1], args[2]) if len(args) > 2 and isinstance(args[1], (list, tuple)) else ([], None)
+    masks = [x for x in indices if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
+    return bool(masks) and isinstance(value, Tensor) and value.numel() == 1
 
 
 def _takes(dtype: torch.dtype, of_parameters: set[torch.dtype]) -> bool:

@@ -46,8 +46,17 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "native_layer_norm": lambda w, b: F.layer_norm(w, (3,), b[0]),
     "native_batch_norm": lambda w, b: F.batch_norm(w, b[0], b[1].abs(), w[0], w[1]),
 }
+
+
+def filled(w: Tensor, b: Tensor) -> Tensor:
+    x = w * 1
+    x[x > 0] = b.sum()
+    return x
+
+
 TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a row": written_row,
+    "a mask": filled,
     "a sum": lambda w, b: w[:4] + b,
     "a choice": lambda w, b: torch.where(b > 0, w[:4], b),
 }
