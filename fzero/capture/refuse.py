@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +211,25 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
         if tracing.raised is not None and error is tracing.raised[0]:
             reason = str(error).strip().partition("\n")[0]
             raise type(error)(f"{where}: {tracing.raised[1]}: {reason}").with_traceback(error.__traceback__) from None
-        raise
+        told = str(error).startswith(f"{where}: ")  # by the trace of a region within
+        if told or type(error) not in _TORCHS or _is_raised_by_user(error):
+            raise
+        reason = str(error).replace("FakeTensor", "Tensor")
+        raise type(error)(f"{where}: {reason}").with_traceback(error.__traceback__) from None
+
+
+_TORCHS = (RuntimeError, TypeError, IndexError)  # what torch raises of operands before any op is called
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Whether an error comes from a `raise` or `assert` of the user's, not from a function that is called there."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    return is_users(code.co_filename) and dis.opname[code.co_code[last.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 _NO_FORMULA = re.compile(r"Trying to backward through (\S+) but no autograd formula was registered")

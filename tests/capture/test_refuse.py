@@ -323,3 +323,33 @@ def test_a_refusal_in_the_work_of_fzero_itself_names_the_users_function() -> Non
     update.__code__ = update.__code__.replace(co_filename=fzero.optim.__file__)  # as an optimizer of fzero's own
     spec = fzero.Spec(loss=loss, optimizer=inner)
     said(CaptureError, lambda: fzero.lower(spec, params(), batch()), defined(loss), "has no fake rule")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (lambda x: torch.narrow(x, 0, 0, 11), RuntimeError, "exceeds dimension size"),
+        (lambda x: F.conv2d(x, x), RuntimeError, "Expected 3D"),
+        (lambda x: torch.lt(1, x), TypeError, r"got \(int, Tensor\)"),
+        (lambda x: x.movedim((0, 0), (1, 0)), RuntimeError, "repeated dim"),
+        (lambda x: None + x, TypeError, "unsupported operand"),
+    ],
+)
+def test_an_error_of_a_function_before_it_calls_an_op_has_the_users_line_once(
+    wrong: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=rf"^test_refuse\.py:\d+: (?!test_refuse).*{says}"):
+        lowered_loss(lambda p, b: wrong(b).sum() + p["w"].sum())
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, IndexError])
+def test_what_the_user_raises_is_left_as_it_is(error: type[Exception]) -> None:
+    def loss(p: Any, b: Any) -> Any:
+        raise error("of my own")
+
+    with pytest.raises(error, match=r"^of my own$"):
+        lowered_loss(loss)
+
+
+def lowered_loss(loss: Any) -> None:
+    fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), {"w": torch.ones(3)}, torch.ones(4, 3))
