@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -224,6 +225,7 @@ def test_a_wait_for_what_others_do_ends_with_a_rank_that_is_silent(ranks: Any) -
 
     def done(seconds: float | None) -> bool:
         asked.append(seconds)
+        assert one.where.text(one.waits) == "in rank 0 plans, until all ranks have done their part"
         time.sleep(seconds or 0)
         return len(asked) == 3
 
@@ -325,8 +327,10 @@ def test_a_rank_that_fails_says_so_once() -> None:
     assert here.ending == Ending(), "it may come to a later call"
 
 
-def test_what_is_lost_stays_lost() -> None:
+def test_what_is_lost_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     here, played = presence()
+    asked: list[Any] = []
+    monkeypatch.setattr(heartbeat.atexit, "register", asked.append)
     here.enter("step 1")
     played.statuses = ({0: None, 1: STATUS, 2: None}, set())
     error = here.lost(PeerError("[x.cc:3] closed by peer. More\nlines"))
@@ -338,6 +342,13 @@ def test_what_is_lost_stays_lost() -> None:
     assert here.ending == lost
     assert played.calls == ["start", "call_roll", ("stop", 1.0)]
     assert here.hang is error
+    assert asked == [gc.freeze], "or the last collections of Python would take a second or two"
+
+
+def test_a_thread_runs_in_a_world_of_two() -> None:
+    here, played = presence(world=2)
+    here.enter("step 1")
+    assert played.calls == ["start"]
 
 
 @pytest.mark.parametrize(("alive", "pid", "asks"), [(True, 0, True), (False, 0, False), (True, 1, False)])
