@@ -264,9 +264,11 @@ def test_a_wait_is_marked_and_its_error_is_of_a_peer() -> None:
 
 def test_what_a_failed_step_has_started_is_ended(post: Any) -> None:
     def run(comm: Any, rank: int) -> bool:
-        op, tensors, wanted = made("all_gather", 2, rank, 4, lambda n: torch.zeros(n, dtype=torch.uint8))
+        memory = comm.host.allocate if isinstance(comm, Shared) else lambda n: torch.zeros(n, dtype=torch.uint8)
+        op, tensors, wanted = made("all_gather", 2, rank, 4_000, memory)
         comm.start("b", op, tensors)
         comm.drain()
+        assert not getattr(comm, "lent", {}), "nobody reads its source any more"
         return not comm.pending and same_bits(tensors[1], wanted)
 
     for way in WAYS.values():
@@ -301,6 +303,7 @@ def test_nccl_is_asked_for_what_the_kind_is(monkeypatch: pytest.MonkeyPatch, kin
     def called(name: str) -> Any:
         def call(dest: Tensor, source: Tensor | None = None, **given: Any) -> Request:
             calls.append((name, given))
+            assert (dest if source is None else source).tolist() == [1.0, 1.0], "what the rank gives"
             return Request(lambda: dest.copy_(6 * torch.ones_like(dest)))
 
         return call
