@@ -136,6 +136,7 @@ def test_a_store_that_does_not_answer() -> None:
         "  rank 1: waiting in step 5 (this rank)",
         "  The transport said: closed. Where other ranks are is not known.",
     ]
+    assert str(error).endswith(LAST.partition("\n")[2])
     alone = no_store(1, None, "here", "closed")
     assert tuple(alone.missing) == ()
     assert str(alone).startswith("the store of the process group does not answer")
