@@ -96,6 +96,7 @@ def test_a_rank_alone_at_its_place_is_named_in_the_words_of_its_mesh() -> None:
 )  # fmt: skip
 def test_a_sentence_for_each_end(status: RankStatus | None, silent: bool, words: str) -> None:
     assert sentence("r", status, silent, GOING) == words
+    assert silent or sentence("r", status) == words, "a rank is silent if it is said to be"
 
 
 def test_a_silent_rank_was_heard_of_some_time_ago() -> None:
