@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,46 @@ def test_a_rank_that_does_not_come_is_named(doors: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(rendezvous, "MEET_SECONDS", 0.1)
     with stranger(doors[1][0]), pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s"):
         rendezvous._connected(0, doors[0][0], doors[1])
+
+
+def test_a_rank_sleeps_until_somebody_comes_or_its_time_is_up(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, clock = list[float](), [100.0]
+
+    def slept(milliseconds: float) -> list[tuple[int, int]]:
+        asked.append(milliseconds)
+        clock[0] += 12.0
+        return []
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    polled = SimpleNamespace(poll=slept, register=lambda *given: None)
+    monkeypatch.setattr(rendezvous, "select", SimpleNamespace(poll=lambda: polled, POLLIN=select.POLLIN))
+    with pytest.raises(PeerError, match="rank 1 did not connect"):
+        rendezvous._connected(0, doors[0][0], doors[1])
+    assert asked == [12_000.0], "in milliseconds"
+
+
+def test_who_has_spoken_is_listened_to_no_more(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is let in is heard by others; what a stranger sends later, or its end, wakes nobody."""
+    real, heard = select.poll(), set[int]()
+
+    class Polled:
+        def register(self, one: socket.socket, events: int) -> None:
+            heard.add(one.fileno())
+            real.register(one, events)
+
+        def unregister(self, one: socket.socket) -> None:
+            heard.remove(one.fileno())
+            real.unregister(one)
+
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            return real.poll(milliseconds)
+
+    listener, notes = doors[0][0], doors[1][:2]
+    monkeypatch.setattr(rendezvous, "select", SimpleNamespace(poll=Polled, POLLIN=select.POLLIN))
+    with stranger(notes[0], b"x"), stranger(notes[0], f"{notes[0].split()[3]} 1".encode()):
+        for one in rendezvous._connected(0, listener, notes).values():
+            one.close()
+    assert heard == {listener.fileno()}
 
 
 # --- what two ranks of this process find ------------------------------------------------------------------------------
