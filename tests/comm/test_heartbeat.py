@@ -217,6 +217,7 @@ def test_a_rank_that_is_silent_is_told_from_one_that_is_busy(ranks: Any) -> None
     assert other.missing == (2,)
 
 
+@pytest.mark.timeout(60, method="thread")  # it waits without end where nobody listens
 def test_a_wait_for_what_others_do_ends_with_a_rank_that_is_silent(ranks: Any) -> None:
     one, other = ranks(2)
     for presence in (one, other):
