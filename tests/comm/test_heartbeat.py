@@ -410,6 +410,7 @@ class _Named(_Group):
 def test_each_group_has_a_presence_and_a_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may come again after its group was destroyed."""
     assert heartbeat.of() is heartbeat.ALONE, "without a process group"
+    assert (heartbeat.ALONE.rank, heartbeat.ALONE.world_size, heartbeat.ALONE.waits) == (0, 1, False)
     store, world = dist.HashStore(), _Named("world")
     monkeypatch.setattr(heartbeat.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(heartbeat.dist, "group", SimpleNamespace(WORLD=world))
