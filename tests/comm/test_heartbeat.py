@@ -426,8 +426,9 @@ def test_each_group_has_a_presence_and_a_part_of_the_store(monkeypatch: pytest.M
     again, other = _Named("world"), _Named("small")
     heartbeat.of(again).heartbeat.store.set("1", "y")
     heartbeat.of(other).heartbeat.store.set("1", "z")
-    prefix = "fzero/presence"
-    assert [store.get(f"{prefix}/{part}/1") for part in ("world/1", "world/2", "small/1")] == [b"x", b"y", b"z"]
+    keys = [f"fzero/presence/{part}/1" for part in ("world/1", "world/2", "small/1")]
+    assert store.check(keys), "it would be waited for"
+    assert [store.get(key) for key in keys] == [b"x", b"y", b"z"]
     smaller = _Named("line")
     here.joins(smaller)
     assert heartbeat.of(smaller) is here, "a wait in it is one of this presence"
