@@ -12,6 +12,8 @@ import fzero
 from fzero.comm import store_prefix
 from fzero.comm.store_prefix import prefixed, wait_for_keys
 
+pytestmark = pytest.mark.timeout(60, method="thread")  # each test takes some milliseconds, or waits without end
+
 
 def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
     """What each rank reads under one key after all have written it, having come in this order."""
