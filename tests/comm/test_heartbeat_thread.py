@@ -124,6 +124,11 @@ def test_a_tick_is_short_beside_the_timeout_and_long_in_a_large_world(
     assert beat.holder is None
 
 
+def test_who_holds_the_store_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_thread, "store_holder", lambda store: 3 if store == "its store" else None)
+    assert Heartbeat(Part(), None, "its store").holder == 3
+
+
 def test_a_record_says_where_the_rank_is_and_for_how_long(clock: Clock) -> None:
     part = Part(waits=True)
     beat = beating(part)
