@@ -366,6 +366,9 @@ def test_a_rank_whose_group_is_gone_has_left_it(clock: Clock) -> None:
     assert (written(beat).end, written(beat).at) == (Phase.LEFT, "in the program's own code, after step 1")
     assert beat.beat == 1
     assert not beat.stopped.is_set(), "of itself"
+    beat = beating(Part())
+    lived(beat)
+    assert written(beat).at == "in step 1, before its first op", "it waits for nobody"
     held = Group(2)
     beat = beating(Part(), held)
     lived(beat)
