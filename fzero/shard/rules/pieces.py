@@ -140,16 +140,14 @@ def select_written(call: Call) -> Factors:
 
 
 def padded(call: Call) -> Factors:
-    """constant_pad_nd: new elements on both sides of the last dims; fewer elements keep a dim whole."""
+    """constant_pad_nd: new elements on both sides of the last dims, or fewer."""
     m = Maker(call)
     before, after = [], []
     for size, (low, high) in zip(call.shape("self"), _pads(call), strict=True):
-        unit = math.gcd(low, size, high)
-        if low < 0 or high < 0 or not unit:
-            small, big = m.dim(size, WHOLE), m.dim(low + size + high, WHOLE)
-        elif low == high == 0:
+        if low == high == 0:
             small = big = m.dim(size)
         else:
+            unit = math.gcd(low, size, high)
             inner = m.dim(unit)
             small, big = (m.dim(k // unit, WHOLE) + inner for k in (size, low + size + high))
         before.append(small)
