@@ -281,8 +281,15 @@ def test_a_roll_call_tells_those_that_answer_from_those_that_are_silent(clock: C
     other(beat, 1)
     other(beat, 2, end=Phase.ENDED)
     other(beat, 3)
-    clock.then = lambda: other(beat, 1, beat=int(clock.now * 8))
+    beats: list[int] = []
+
+    def then() -> None:
+        other(beat, 1, beat=int(clock.now * 8))
+        beats.append(written(beat).beat)
+
+    clock.then = then
     statuses, silent = beat._roll_call()
+    assert beats == [*range(1, len(beats) + 1)], "others that call the roll too hear from it"
     assert silent == {3, 4}
     assert [*statuses] == [0, 1, 2, 3, 4]
     assert statuses[4] is None
@@ -373,6 +380,10 @@ def test_a_rank_whose_group_is_gone_has_left_it(clock: Clock) -> None:
     beat = beating(Part(), held)
     lived(beat)
     assert (written(beat).end, beat.stopped.is_set()) == (Phase.GOING, True)
+    beat = beating(Part(), held)
+    beat.wake.set()
+    lived(beat)
+    assert not beat.wake.is_set(), "it is woken once"
     beat = beating(Part(ending=Ending(Phase.FAILED, "x")))
     lived(beat)
     assert written(beat).end is Phase.FAILED, "what it wrote of itself stays"
