@@ -184,7 +184,7 @@ def test_a_rank_sleeps_until_somebody_comes_or_its_time_is_up(doors: Any, monkey
 
     def slept(milliseconds: float) -> list[tuple[int, int]]:
         asked.append(milliseconds)
-        clock[0] += 12.0
+        clock[0] += 11.5 if len(asked) == 1 else 0.5
         return []
 
     monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0]))
@@ -192,7 +192,8 @@ def test_a_rank_sleeps_until_somebody_comes_or_its_time_is_up(doors: Any, monkey
     monkeypatch.setattr(rendezvous, "select", SimpleNamespace(poll=lambda: polled, POLLIN=select.POLLIN))
     with pytest.raises(PeerError, match="rank 1 did not connect"):
         rendezvous._connected(0, doors[0][0], doors[1])
-    assert asked == [12_000.0], "in milliseconds"
+    assert asked == [12_000.0, 500.0], "in milliseconds"
+    assert not doors[0][0].getblocking(), "who has gone again holds nobody up"
 
 
 def test_who_has_spoken_is_listened_to_no_more(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +265,16 @@ def test_what_one_rank_cannot_do_nobody_does(monkeypatch: pytest.MonkeyPatch) ->
         if host.rank == 1:
             raise PeerError("not there")
 
+    closed, close, listen = list[int](), SharedMemoryPeers.close, rendezvous._listen
+    monkeypatch.setattr(SharedMemoryPeers, "close", lambda host: closed.append(host.rank) or close(host))
     monkeypatch.setattr(rendezvous, "_probe", probe)
     assert both(monkeypatch) == [(None, "rank 1: not there")] * 2
+    assert sorted(closed) == [0, 1]
+    able = iter([True, False])
+    monkeypatch.setattr(rendezvous, "_listen", lambda n: listen(n) if next(able) else (None, "! no such call"))
+    (one, why), other = both(monkeypatch)
+    assert (one, why) == other
+    assert (one, why[6:]) == (None, ": no such call")
     monkeypatch.setattr(rendezvous, "_listen", lambda world: (None, "! no such call"))
     assert both(monkeypatch) == [(None, "rank 0: no such call")] * 2
 

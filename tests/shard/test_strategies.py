@@ -15,7 +15,7 @@ from shard_cases import CASES
 from shard_draws import Draw
 from sharding import call
 
-from fzero.shard.rules import strategies
+from fzero.shard.rules import localised, strategies
 
 TURNS = 3
 
@@ -28,11 +28,18 @@ def shown(x: Any) -> str:
 
 
 def offered(op: Any, turn: int) -> str:
-    """A call of an op, and beneath it its strategies on two ranks, in one and in three groups."""
+    """A call of an op, and beneath it its strategies on two ranks, in one and in three groups, each with the arguments
+    that a rank calls the op with instead."""
     args, kwargs = CASES[op](Draw(str(op), turn))
     node, _ = call(op, args, kwargs)
     given = ", ".join([*map(shown, args), *(f"{name}={shown(x)}" for name, x in kwargs.items())])
-    return f"{op} {given}\n    {'; '.join(map(str, strategies(node, 2, (1, 3))))}"
+    found = []
+    for strategy in strategies(node, 2, (1, 3)):
+        own_args, own_kwargs = localised(node, strategy, 2)
+        own = [x for x, y in zip(own_args, node.args, strict=True) if x != y]
+        own += [x for name, x in own_kwargs.items() if x != node.kwargs.get(name)]
+        found.append(f"{strategy}{' with ' if own else ''}{', '.join(map(shown, own))}")
+    return f"{op} {given}\n    {'; '.join(found)}"
 
 
 def test_what_is_offered_for_each_op(golden: Callable[[str, str], None]) -> None:
