@@ -108,6 +108,14 @@ def test_strangers_cost_no_time(doors: Any) -> None:
         one.close()
 
 
+def test_a_stranger_is_sent_away_before_a_rank_comes(doors: Any) -> None:
+    with stranger(doors[1][0], b"x 1") as guest:
+        guest.settimeout(9)
+        told = list[bytes]()
+        assert whole(met(doors, lambda: told.append(guest.recv(9)))[1])
+    assert told == [b""]
+
+
 def test_more_strangers_than_are_waited_for(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MAX_SILENT", 4)
     kept: list[socket.socket] = []
@@ -166,17 +174,21 @@ except (BrokenPipeError, ConnectionResetError):
 
 def test_nor_is_another_users_process_shown_a_token(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_user", lambda peer: os.geteuid() + 1)
-    with pytest.raises(PeerError, match=r"who answers for rank 0 is user \d+, not \d+"):
+    with pytest.raises(PeerError, match=r"who answers for rank 0 is user \d+, not \d+") as error:
         rendezvous._connected(1, doors[0][1], doors[1])
     guest, _ = doors[0][0].accept()
     with guest:
-        assert guest.recv(99) == b""
+        guest.settimeout(9)
+        assert guest.recv(99) == b"", f"it ends at once, though somebody holds {error}"
 
 
 def test_a_rank_that_does_not_come_is_named(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MEET_SECONDS", 0.1)
-    with stranger(doors[1][0]), pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s"):
-        rendezvous._connected(0, doors[0][0], doors[1])
+    with stranger(doors[1][0]) as guest:
+        with pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s") as error:
+            rendezvous._connected(0, doors[0][0], doors[1])
+        guest.settimeout(9)
+        assert guest.recv(9) == b"", f"it is sent away at once, though somebody holds {error}"
 
 
 def test_a_rank_sleeps_until_somebody_comes_or_its_time_is_up(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
