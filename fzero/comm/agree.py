@@ -182,7 +182,7 @@ def _within(text: str, num_bytes: int) -> str:
 
 
 def _text(inputs: Mapping[str, str]) -> bytes:
-    """A line for each input; the names and values of a batch may hold anything."""
+    """A line for each input; the names and values of a batch may hold anything, of which `_within` leaves no tab."""
     lines = (f"{_within(name, CALL_BYTES)}\t{_within(value, CALL_BYTES)}\n" for name, value in inputs.items())
     return "".join(lines).encode()
 
@@ -190,7 +190,7 @@ def _text(inputs: Mapping[str, str]) -> bytes:
 def _table(note: bytes) -> dict[str, str]:
     """The inverse of `_text`. A note may have been cut, so text after the last line end is dropped."""
     lines = note.decode(errors="replace").split("\n")[:-1]
-    return dict(line.split("\t", 1) for line in lines)
+    return dict(line.split("\t") for line in lines)
 
 
 def _compare_inputs(tables: list[dict[str, str]], label: Callable[[int], str]) -> None:

@@ -34,13 +34,13 @@ import torch
 
 from fzero.errors import DisagreementError, PeerError
 
-HEAD = struct.Struct("<5Q")  # kind, number (of the transfer or arena), arena, offset in it, bytes
+HEAD = struct.Struct("<2Q")  # of each message: kind, number (of the transfer or arena)
+PLACE = struct.Struct("<3Q")  # of a source that is READY: arena, offset in it, bytes
 ARENA, DROPPED, READY, LETTER, READ, BYE = range(6)
 INLINE_BYTES = 4096
 SPIN_SECONDS = 50e-6  # about the cost of a sleep and a wake-up
 SLICE_SECONDS = 0.25  # a rank that sleeps looks so often whether it waits in vain
 MIN_BLOCK_BYTES = 1 << 16
-DESCRIPTOR_BYTES = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
 @dataclass
@@ -62,28 +62,27 @@ class _Peer:
     end: str = ""  # "closed" when it said goodbye, "died" when it did not
 
     def heard(self, message: bytes, attached: Sequence[tuple[int, int, bytes]]) -> int:
-        """Takes in a message; an empty one is the end of the socket. Returns its number."""
-        kind, number, arena, offset, size = HEAD.unpack_from(message) if message else (BYE, 0, 0, 0, 0)
+        """Takes in a message. Returns its number."""
+        kind, number = HEAD.unpack_from(message)
         if kind == READY:
+            arena, offset, size = PLACE.unpack_from(message, HEAD.size)
             self.offers[number] = (self.arenas[arena].narrow(0, offset, size), True)
         elif kind == LETTER:
             letter = bytearray(message[HEAD.size :])
-            self.offers[number] = (
-                torch.frombuffer(letter, dtype=torch.uint8) if size else torch.empty(0).byte(),
-                False,
-            )
+            data = torch.frombuffer(letter, dtype=torch.uint8) if letter else torch.empty(0).byte()
+            self.offers[number] = (data, False)
         elif kind == READ:
             self.read.add(number)
         elif kind == ARENA:
             (descriptor,) = struct.unpack("i", attached[0][2])
             try:
-                self.arenas[number] = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+                self.arenas[number] = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)  # all of it
             finally:
                 os.close(descriptor)
         elif kind == DROPPED:
             self.arenas.pop(number, None)
         else:
-            self.end = "closed" if message else "died"
+            self.end = "closed"
         return number
 
 
@@ -98,13 +97,13 @@ class _OwnArenas:
 
     def allocate(self, num_bytes: int, announce: Callable[[bytes, int], None]) -> torch.Tensor:
         """announce: sends the peers a message and a descriptor."""
-        size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE or mmap.PAGESIZE
         number, self.count = self.count, self.count + 1
         descriptor = os.memfd_create("fzero")
         try:
             os.ftruncate(descriptor, size)
             pages = mmap.mmap(descriptor, size)
-            announce(HEAD.pack(ARENA, number, 0, 0, size), descriptor)
+            announce(HEAD.pack(ARENA, number), descriptor)
         finally:
             os.close(descriptor)
         arena = torch.frombuffer(pages, dtype=torch.uint8)
@@ -135,6 +134,7 @@ class SharedMemoryPeers:
         world = len(sockets) + 1
         self.rank, self.timeout_seconds, self.failure = rank, timeout_seconds, ""
         self.halted: Callable[[], str] = str
+        self.room = HEAD.size + INLINE_BYTES, socket.CMSG_SPACE(struct.calcsize("i"))  # of a message, of a descriptor
         self.peers = {r: _Peer(r, sockets[r]) for r in ((rank + i) % world for i in range(1, world))}  # next one first
         self.polled = select.poll()
         for peer in self.peers.values():
@@ -188,16 +188,17 @@ class SharedMemoryPeers:
         self._check()
         readers = tuple(to)
         while self.own.dropped:
-            self._tell(self.peers, HEAD.pack(DROPPED, self.own.dropped.popleft(), 0, 0, 0))
+            self._tell(self.peers, HEAD.pack(DROPPED, self.own.dropped.popleft()))
         data = source.view(torch.uint8)
         size = data.numel()
         if size <= INLINE_BYTES:
-            self._tell(readers, HEAD.pack(LETTER, number, 0, 0, size) + data.numpy().tobytes())
+            self._tell(readers, HEAD.pack(LETTER, number) + data.numpy().tobytes())
             return False
         self.readers[number] = readers
         place = self.place(data)
-        arena, offset = place or self.place(self._staged(number, data)) or (0, 0)
-        self._tell(readers, HEAD.pack(READY, number, arena, offset, size))
+        there = place or self.place(self._staged(number, data))
+        assert there is not None  # a block lies in an arena
+        self._tell(readers, HEAD.pack(READY, number) + PLACE.pack(*there, size))
         return place is not None
 
     def ready(self, number: int, of: Collection[int]) -> bool:
@@ -225,7 +226,7 @@ class SharedMemoryPeers:
         """Tells the peer that this rank has read the memory it took."""
         peer = self.peers[rank]
         if peer.offers.pop(number)[1]:
-            self._send(peer, HEAD.pack(READ, number, 0, 0, 0))
+            self._send(peer, HEAD.pack(READ, number))
 
     def expect(self, number: int, rank: int, into: torch.Tensor) -> None:
         """Copies what a peer offers as transfer `number` into `into` (1-D) as soon as it is here.
@@ -301,9 +302,7 @@ class SharedMemoryPeers:
 
     def _send(self, peer: _Peer, message: bytes, descriptor: int | None = None) -> None:
         """Sends a message. A peer that is gone gets none: a rank that waits for it finds out."""
-        attached = (
-            [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))] if descriptor is not None else []
-        )
+        attached = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", descriptor))]
         while not peer.end:
             try:
                 if attached:
@@ -325,12 +324,15 @@ class SharedMemoryPeers:
         if peer.end:
             return False
         try:
-            message, attached, _, _ = peer.socket.recvmsg(HEAD.size + INLINE_BYTES, DESCRIPTOR_BYTES)
+            message, attached, _, _ = peer.socket.recvmsg(*self.room)
         except BlockingIOError:
             return False
         except ConnectionResetError:  # it ended with messages of ours unread; its own may still be there
             return True
-        self._copy(peer, peer.heard(message, attached))
+        if message:
+            self._copy(peer, peer.heard(message, attached))
+        else:
+            peer.end = "died"
         if peer.end:
             self.polled.unregister(peer.socket)
         return not peer.end
@@ -378,18 +380,16 @@ def _drop(arenas: dict[int, tuple[int, int]], dropped: deque[int], number: int) 
 def _say_bye(sockets: list[socket.socket]) -> None:
     for connection in sockets:
         with suppress(OSError):
-            connection.send(HEAD.pack(BYE, 0, 0, 0, 0))
+            connection.send(HEAD.pack(BYE, 0))
         connection.close()
 
 
-_INSTANCES: weakref.WeakSet[SharedMemoryPeers] = (
-    weakref.WeakSet()
-)  # for forks alone: a child that kept the sockets would hide a death
+# for forks alone: a child that kept the sockets would hide a death
+_INSTANCES: weakref.WeakSet[SharedMemoryPeers] = weakref.WeakSet()
 
 
 def _forked() -> None:
     for host in _INSTANCES:
-        host._bye.detach()
         host.failure = "it was forked, and its parent is the rank"
         for peer in host.peers.values():
             peer.socket.close()

@@ -184,7 +184,8 @@ def _rank_of(guest: socket.socket, token: str) -> int | None:
 def _probe(host: SharedMemoryPeers, notes: list[str]) -> None:
     """Reads in each rank's memory the token that this rank sent over gloo. Raises PeerError if it is not there."""
     pages = [torch.tensor(list(note.split()[3].encode() * 256), dtype=torch.uint8) for note in notes]
-    local = host.allocate(pages[0].numel()).copy_(pages[host.rank])
+    own = pages[host.rank]
+    local = host.allocate(own.numel()).copy_(own)
     host.offer(0, local, host.peers)
     for rank in host.peers:
         if not torch.equal(host.take(0, rank, local, "the probe"), pages[rank]):

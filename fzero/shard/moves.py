@@ -161,10 +161,9 @@ def check_heads(x: fx.Node, source: Shard, reader: fx.Node, move: Move, n: int, 
     whose rule cuts the dim.
     """
     before, after = x.meta["val"].shape, reader.meta["val"].shape
-    outer, d = math.prod(before[: source.dim]), 0
-    while d < len(after) and math.prod(after[:d]) < outer:
-        d += 1
-    sizes = [size for size in after[d:] if size > 1]
+    outer = math.prod(before[: source.dim])
+    rest = next((after[d:] for d in range(len(after)) if math.prod(after[:d]) >= outer), ())
+    sizes = [size for size in rest if size > 1]
     heads = next(iter(sizes[sizes[:1] == [source.groups] :]), 1)  # q, k and v before the heads of each
     if heads < before[source.dim] and before[source.dim] % heads == 0 and heads % n and n % heads:
         fits = [k for k in range(2, heads + 1) if heads % k == 0 and before[source.dim] % k == 0]

@@ -19,21 +19,20 @@ from fzero.shard.write_local_graph import Regions, Sharded, write
 
 def propagate(
     gm: fx.GraphModule, placed: Sequence[Placement], wanted: Sequence[Placement], n: int, axis: str,
-    leaves: Sequence[bool] | None = None, regions: Regions | None = None, sequence: Shard | None = None,
+    leaves: Sequence[bool], regions: Regions | None = None, sequence: Shard | None = None,
     names: Sequence[str] = (), choose: Chooser = cheapest,
 ) -> Sharded:  # fmt: skip
     """The graph of one rank.
 
     placed: of each placeholder. wanted: of each output. leaves: which placeholders are leaves of the state, which never
-    move (None: all that are sharded). regions: for a graph with nodes `fzero::region`, what is inside of them. The rank
-    is then no placeholder but a node `fzero::axis_index`. sequence: where sums of values with that many dims, and one
-    more, are to lie rather than whole. names: of the first placeholders, for errors. choose: a strategy for each op.
+    move. regions: for a graph with nodes `fzero::region`, what is inside of them. The rank is then no placeholder but a
+    node `fzero::axis_index`. sequence: where sums of values with that many dims, and one more, are to lie rather than
+    whole. names: of the first placeholders, for errors. choose: a strategy for each op.
 
     Raises SpecError where n does not divide a dim, and as the chooser does.
     """
     holders = fx_nodes.placeholders(gm.graph)
-    fixed = list(leaves) if leaves is not None else [isinstance(p, Shard) for p in placed]
-    own = {x for x, is_leaf in zip(holders, fixed, strict=True) if is_leaf}
+    own = {x for x, is_leaf in zip(holders, leaves, strict=True) if is_leaf}
     problem = ShardingProblem(
         gm.graph, dict(zip(holders, placed, strict=True)), tuple(wanted), n, axis, leaf_values(gm.graph, own),
         dict(zip(holders, names, strict=False)), sequence, None if regions is None else regions.ends,

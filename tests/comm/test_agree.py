@@ -95,10 +95,10 @@ def test_a_rank_that_failed_before_the_call_is_named_to_the_others(
     with monkeypatch.context() as patch:
         kept: list[bytes] = []
         patch.setattr(notes, "tell", lambda note, *_: [kept.append(note) or note] * 2)
-        with pytest.raises(ValueError, match="bad batch"):
-            agree(1, 2, "step 1", "digest", None, ValueError("bad batch"))
+        with pytest.raises(ValueError, match="bad\nbatch"):
+            agree(1, 2, "step 1", "digest", None, ValueError("bad\nbatch"))
     other += kept
-    with pytest.raises(DisagreementError, match=r"^rank 1 failed before step 1: ValueError: bad batch$"):
+    with pytest.raises(DisagreementError, match=r"^rank 1 failed before step 1: ValueError: bad\nbatch$"):
         agree(0, 2, "step 1", "digest", None)
 
 
@@ -179,6 +179,7 @@ def test_notes_and_tensors_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     assert [t.tolist() for t in notes.gathered(torch.tensor([4]), 2, None)] == [[4], [5]]
     assert waited == [True] * 3
     assert not presence.waits
+    assert notes._rows(2, None) is notes._rows(2, None), "gloo may still hold them"
 
 
 def test_a_rank_that_does_not_come_to_a_gather_is_an_error_of_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,9 +195,24 @@ def test_a_rank_that_does_not_come_to_a_gather_is_an_error_of_the_heartbeat(monk
     assert not presence.waits
 
 
+class Store(dist.HashStore):
+    """One in which nobody waits without end."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        assert self.asked < 20, "it is asked again and again"
+        return bool(super().check(keys))
+
+    def get(self, key: str) -> bytes:
+        assert super().check([key]), "it is not there yet"
+        return bytes(super().get(key))
+
+
 def test_the_text_of_rank_0_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any length; rank 1 asks before rank 0 has it."""
-    store, slept = dist.HashStore(), list[float]()
+    store, slept = Store(), list[float]()
     ranks = [Presence(0, 2), Presence(1, 2)]
     current = [1]
     monkeypatch.setattr(notes.heartbeat, "of", lambda group: ranks[current[0]])
@@ -225,7 +241,7 @@ def test_the_text_of_rank_0_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_while_a_heartbeat_runs_a_text_is_asked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """`wait_for` looks in between whether rank 0 is silent."""
-    store, slept, presence = dist.HashStore(), list[float](), Presence(1, 2)
+    store, slept, presence = Store(), list[float](), Presence(1, 2)
     found: list[bool] = []
 
     def wait_for(done: Any, what: str) -> None:

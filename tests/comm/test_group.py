@@ -62,6 +62,11 @@ def test_every_rank_makes_the_groups_of_all_lines_and_waits_in_its_own(made: lis
     assert joined == [*own.values()], "a wait there is one of this presence"
 
 
+def test_each_line_has_one_group(made: list[Group]) -> None:
+    lines(Mesh((("dp_out", 3), ("dp", 2))), 0, torch.device("cpu"), heartbeat.Presence(0, 6))
+    assert [one.ranks for one in made] == [(0, 2, 4), (1, 3, 5), (0, 1), (2, 3), (4, 5)]
+
+
 def test_the_line_of_one_rank() -> None:
     assert Line() == Line.whole(0, 1) == Line(0, (0,), None, None)
     assert Line().size == 1
@@ -85,7 +90,7 @@ def test_on_cuda_messages_to_lower_roles_have_a_group(made: list[Group]) -> None
 @pytest.mark.parametrize(("held", "fits"), [(90 - 48 - 4, True), (91 - 48 - 4, False)])
 def test_a_limit_of_open_files_that_is_too_low_is_told(monkeypatch: pytest.MonkeyPatch, held: int, fits: bool) -> None:
     limit = [90]
-    monkeypatch.setattr(group.resource, "getrlimit", lambda _: (limit[0], limit[0]))
+    monkeypatch.setattr(group.resource, "getrlimit", lambda _: (limit[0], 1 << 20))
     monkeypatch.setattr(group.os, "listdir", lambda _: ["x"] * held)
     if fits:
         group._check_files(4)
@@ -136,6 +141,13 @@ def test_under_torchrun_a_group_is_started(ranks: list[Any]) -> None:
     assert (first["rank"], first["world_size"], first["timeout"]) == (1, 2, timedelta(seconds=9))
     assert second["timeout"] == timedelta(seconds=group.TIMEOUT_SECONDS)
     assert first["store"].check(["came/1"])
+
+
+def test_files_are_counted_before_a_group_is_started(ranks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group.resource, "getrlimit", lambda _: (10, 10))
+    with pytest.raises(LimitError, match="2 ranks need 50 more at least"):
+        open_world("cpu")
+    assert ranks == []
 
 
 def test_a_world_of_one_starts_none(ranks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +70,16 @@ def test_where_all_wait_none_is_missing() -> None:
     gone = told(replace(LOST, call=4), replace(LOST, call=4))[1]
     assert gone.startswith("ranks 1, 2 waited in vain in an earlier call, and gave this process group up\n")
     assert told(LOST)[1].startswith("every rank waits for another"), "in this call"
+    assert told(replace(GOING, call=4), LOST)[1].startswith("every rank waits for another"), "nobody has given it up"
+
+
+def test_a_rank_alone_at_its_place_is_named_in_the_words_of_its_mesh() -> None:
+    records = dict(enumerate([GOING, GOING, replace(GOING, at="waiting in step 4")]))
+    lines = str(hang_error(0, records, (), "closed", 60.0, "rank {} (dp)".format)).splitlines()
+    assert lines[1:3] == [
+        "  ranks 0, 1: waiting in step 5, op 7 (this rank is one)",
+        "  rank 2 (dp): waiting in step 4",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +96,7 @@ def test_where_all_wait_none_is_missing() -> None:
 )  # fmt: skip
 def test_a_sentence_for_each_end(status: RankStatus | None, silent: bool, words: str) -> None:
     assert sentence("r", status, silent, GOING) == words
+    assert silent or sentence("r", status) == words, "a rank is silent if it is said to be"
 
 
 def test_a_silent_rank_was_heard_of_some_time_ago() -> None:
@@ -96,6 +109,15 @@ def test_a_silent_rank_was_heard_of_some_time_ago() -> None:
     ), text
     assert "since" not in sentence("r", replace(status, agreed="step 5"), True, GOING)
     assert "heard of 0.0 s ago" in sentence("r", replace(status, time=time.time() + 99), True, None), "another clock"
+
+
+@pytest.mark.skipif(not Path("/proc/self/ns/pid").exists(), reason="needs /proc of Linux")
+def test_a_process_has_its_number_and_its_start_in_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have its number later: the kernel's 22nd field tells the two apart."""
+    after = " ".join(map(str, range(3, 50)))
+    monkeypatch.setattr(hang_report.Path, "read_text", lambda path: f"7 (a) b) {after}")
+    *_, number, start = hang_report.process_name().split()
+    assert (int(number), start) == (os.getpid(), "22")
 
 
 @pytest.mark.skipif(not hang_report.process_name(), reason="needs /proc of Linux")
@@ -115,6 +137,7 @@ def test_a_store_that_does_not_answer() -> None:
         "  rank 1: waiting in step 5 (this rank)",
         "  The transport said: closed. Where other ranks are is not known.",
     ]
+    assert str(error).endswith(LAST.partition("\n")[2])
     alone = no_store(1, None, "here", "closed")
     assert tuple(alone.missing) == ()
     assert str(alone).startswith("the store of the process group does not answer")
@@ -203,6 +226,8 @@ def test_a_number_out_of_range_is_no_record() -> None:
     ):  # fmt: skip
         found = RankStatus.from_json(json.dumps({**vars(GOING), **changed}))
         assert (found is not None) == fits, changed
-    long = json.dumps({**vars(GOING), "x": "y" * (1 << 16)})
-    assert RankStatus.from_json(long) is None
+    plain = len(json.dumps({**vars(GOING), "x": ""}))
+    for room, fits in (((1 << 16) - plain, True), ((1 << 16) - plain + 1, False)):
+        long = json.dumps({**vars(GOING), "x": "y" * room})
+        assert (RankStatus.from_json(long) is not None) == fits
     assert isinstance(RankStatus.from_json(json.dumps({**vars(GOING), "seconds": 3})).seconds, float)  # type: ignore[union-attr]

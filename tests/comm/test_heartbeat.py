@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -216,6 +217,7 @@ def test_a_rank_that_is_silent_is_told_from_one_that_is_busy(ranks: Any) -> None
     assert other.missing == (2,)
 
 
+@pytest.mark.timeout(60, method="thread")  # it waits without end where nobody listens
 def test_a_wait_for_what_others_do_ends_with_a_rank_that_is_silent(ranks: Any) -> None:
     one, other = ranks(2)
     for presence in (one, other):
@@ -224,6 +226,7 @@ def test_a_wait_for_what_others_do_ends_with_a_rank_that_is_silent(ranks: Any) -
 
     def done(seconds: float | None) -> bool:
         asked.append(seconds)
+        assert one.where.text(one.waits) == "in rank 0 plans, until all ranks have done their part"
         time.sleep(seconds or 0)
         return len(asked) == 3
 
@@ -325,8 +328,10 @@ def test_a_rank_that_fails_says_so_once() -> None:
     assert here.ending == Ending(), "it may come to a later call"
 
 
-def test_what_is_lost_stays_lost() -> None:
+def test_what_is_lost_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     here, played = presence()
+    asked: list[Any] = []
+    monkeypatch.setattr(heartbeat.atexit, "register", asked.append)
     here.enter("step 1")
     played.statuses = ({0: None, 1: STATUS, 2: None}, set())
     error = here.lost(PeerError("[x.cc:3] closed by peer. More\nlines"))
@@ -338,6 +343,13 @@ def test_what_is_lost_stays_lost() -> None:
     assert here.ending == lost
     assert played.calls == ["start", "call_roll", ("stop", 1.0)]
     assert here.hang is error
+    assert asked == [gc.freeze], "or the last collections of Python would take a second or two"
+
+
+def test_a_thread_runs_in_a_world_of_two() -> None:
+    here, played = presence(world=2)
+    here.enter("step 1")
+    assert played.calls == ["start"]
 
 
 @pytest.mark.parametrize(("alive", "pid", "asks"), [(True, 0, True), (False, 0, False), (True, 1, False)])
@@ -398,6 +410,7 @@ class _Named(_Group):
 def test_each_group_has_a_presence_and_a_part_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may come again after its group was destroyed."""
     assert heartbeat.of() is heartbeat.ALONE, "without a process group"
+    assert (heartbeat.ALONE.rank, heartbeat.ALONE.world_size, heartbeat.ALONE.waits) == (0, 1, False)
     store, world = dist.HashStore(), _Named("world")
     monkeypatch.setattr(heartbeat.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(heartbeat.dist, "group", SimpleNamespace(WORLD=world))
@@ -413,8 +426,9 @@ def test_each_group_has_a_presence_and_a_part_of_the_store(monkeypatch: pytest.M
     again, other = _Named("world"), _Named("small")
     heartbeat.of(again).heartbeat.store.set("1", "y")
     heartbeat.of(other).heartbeat.store.set("1", "z")
-    prefix = "fzero/presence"
-    assert [store.get(f"{prefix}/{part}/1") for part in ("world/1", "world/2", "small/1")] == [b"x", b"y", b"z"]
+    keys = [f"fzero/presence/{part}/1" for part in ("world/1", "world/2", "small/1")]
+    assert store.check(keys), "it would be waited for"
+    assert [store.get(key) for key in keys] == [b"x", b"y", b"z"]
     smaller = _Named("line")
     here.joins(smaller)
     assert heartbeat.of(smaller) is here, "a wait in it is one of this presence"

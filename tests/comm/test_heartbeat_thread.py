@@ -124,6 +124,11 @@ def test_a_tick_is_short_beside_the_timeout_and_long_in_a_large_world(
     assert beat.holder is None
 
 
+def test_who_holds_the_store_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_thread, "store_holder", lambda store: 3 if store == "its store" else None)
+    assert Heartbeat(Part(), None, "its store").holder == 3
+
+
 def test_a_record_says_where_the_rank_is_and_for_how_long(clock: Clock) -> None:
     part = Part(waits=True)
     beat = beating(part)
@@ -276,8 +281,15 @@ def test_a_roll_call_tells_those_that_answer_from_those_that_are_silent(clock: C
     other(beat, 1)
     other(beat, 2, end=Phase.ENDED)
     other(beat, 3)
-    clock.then = lambda: other(beat, 1, beat=int(clock.now * 8))
+    beats: list[int] = []
+
+    def then() -> None:
+        other(beat, 1, beat=int(clock.now * 8))
+        beats.append(written(beat).beat)
+
+    clock.then = then
     statuses, silent = beat._roll_call()
+    assert beats == [*range(1, len(beats) + 1)], "others that call the roll too hear from it"
     assert silent == {3, 4}
     assert [*statuses] == [0, 1, 2, 3, 4]
     assert statuses[4] is None
@@ -361,10 +373,17 @@ def test_a_rank_whose_group_is_gone_has_left_it(clock: Clock) -> None:
     assert (written(beat).end, written(beat).at) == (Phase.LEFT, "in the program's own code, after step 1")
     assert beat.beat == 1
     assert not beat.stopped.is_set(), "of itself"
+    beat = beating(Part())
+    lived(beat)
+    assert written(beat).at == "in step 1, before its first op", "it waits for nobody"
     held = Group(2)
     beat = beating(Part(), held)
     lived(beat)
     assert (written(beat).end, beat.stopped.is_set()) == (Phase.GOING, True)
+    beat = beating(Part(), held)
+    beat.wake.set()
+    lived(beat)
+    assert not beat.wake.is_set(), "it is woken once"
     beat = beating(Part(ending=Ending(Phase.FAILED, "x")))
     lived(beat)
     assert written(beat).end is Phase.FAILED, "what it wrote of itself stays"

@@ -36,8 +36,8 @@ REFUSED = {
     "MVAPICH": ({"MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_RANK": "1"}, "MV2_COMM_WORLD_SIZE=2"),
     "MPICH": ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, "PMI_SIZE=2: mpiexec"),
     "PMIx alone, not its first task": ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
-    "a size without a rank": ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 says that there are several ranks, and RANK is not"),
-    "a rank without a size": ({"RANK": "2"}, "RANK=2 says that there are several ranks, and WORLD_SIZE is not"),
+    "a size without a rank": ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 says that there are several ranks, and RANK is not"),
+    "a rank without a size": ({"RANK": "1"}, "RANK=1 says that there are several ranks, and WORLD_SIZE is not"),
 }
 LET_PASS = {
     "a shell": {},

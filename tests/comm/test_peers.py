@@ -12,7 +12,7 @@ import pytest
 import torch
 from hosts import hosts
 
-from fzero.comm.peers import INLINE_BYTES, SharedMemoryPeers
+from fzero.comm.peers import INLINE_BYTES, SLICE_SECONDS, SharedMemoryPeers
 from fzero.errors import DisagreementError, PeerError
 
 pytestmark = pytest.mark.timeout(20, method="thread")  # each test takes some milliseconds, or waits without end
@@ -146,6 +146,7 @@ def test_what_nobody_has_read_is_waited_for(two: list[SharedMemoryPeers]) -> Non
 
 def test_an_arena_goes_with_its_last_tensor(two: list[SharedMemoryPeers]) -> None:
     one, other = two
+    files = len(os.listdir("/proc/self/fd"))
     arena = one.allocate(10)
     assert (arena.numel(), arena.dtype, arena.any().item()) == (10, torch.uint8, False)
     one.offer(1, torch.zeros(1), [1])
@@ -156,6 +157,7 @@ def test_an_arena_goes_with_its_last_tensor(two: list[SharedMemoryPeers]) -> Non
     one.offer(2, torch.zeros(1), [1])
     other.take(2, 0, torch.zeros(1), "it")
     assert not other.peers[0].arenas
+    assert len(os.listdir("/proc/self/fd")) <= files, "no file of it is open on either side"
     one.allocate(1)
     assert one.own.count == 2
 
@@ -209,6 +211,18 @@ def test_what_is_sent_to_a_rank_that_is_gone_is_no_error(two: list[SharedMemoryP
         one.take(1, 1, torch.ones(1), "it")
 
 
+def test_what_a_rank_sent_before_it_ended_is_found_at_once(two: list[SharedMemoryPeers]) -> None:
+    """Though messages to it were not read, for which the socket has an error first."""
+    one, other = two
+    one.offer(1, torch.ones(1), [1])
+    other.offer(5, torch.ones(1), [0])
+    other._bye.detach()
+    other.peers[0].socket.close()
+    assert one.ready(5, [1])
+    assert not one.ready(6, [1])
+    assert not one.ready(6, [1]), "its end is known"
+
+
 def test_a_process_that_was_forked_has_no_part(two: list[SharedMemoryPeers]) -> None:
     one, other = two
     if (child := os.fork()) == 0:
@@ -216,7 +230,8 @@ def test_a_process_that_was_forked_has_no_part(two: list[SharedMemoryPeers]) -> 
         try:
             one.offer(1, torch.ones(1), [1])
         except PeerError as error:
-            code = 0 if "it was forked, and its parent is the rank" in str(error) else 2
+            told = "it was forked, and its parent is the rank" in str(error)
+            code = 0 if told and one.peers[1].socket.fileno() < 0 else 2
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -233,6 +248,50 @@ def test_a_dead_rank_ends_the_waits_for_others_too() -> None:
         ranks[0].take(1, 1, torch.zeros(1), "it")
     for host in ranks:
         host.close()
+
+
+def test_a_rank_that_is_done_does_not_hide_that_another_is_late() -> None:
+    """Its socket, which is at its end, wakes nobody."""
+    ranks = hosts(3, seconds=0.05)
+    ranks[2].close()
+    with pytest.raises(PeerError, match=r"it: rank 0 waited for rank 1, which did not come within 0\.05 s"):
+        ranks[0].take(1, 1, torch.zeros(1), "it")
+    for host in ranks:
+        host.close()
+
+
+def test_a_rank_sleeps_again_and_again_until_its_time_is_up(
+    two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    asked: list[float] = []
+
+    def slept(seconds: float) -> bool:
+        asked.append(seconds)
+        if len(asked) == 3:
+            one.offer(1, torch.ones(1), [1])
+        return len(asked) == 3
+
+    monkeypatch.setattr(other, "_slept", slept)
+    assert other.take(1, 0, torch.zeros(1), "it").tolist() == [1.0]
+    assert asked == [SLICE_SECONDS] * 3
+    asked.clear()
+    other.timeout_seconds = 0.01
+    monkeypatch.setattr(other, "_slept", lambda seconds: asked.append(seconds))
+    with pytest.raises(PeerError, match="did not come"):
+        other.take(2, 0, torch.zeros(1), "it")
+    assert max(asked) <= 0.01
+
+
+def test_what_has_come_counts_before_a_wait_is_in_vain(
+    two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two
+    monkeypatch.setattr("fzero.comm.peers.SPIN_SECONDS", 0.0)
+    other.halted = lambda: "rank 0 failed"
+    for number in (1, 2):
+        one.offer(number, torch.ones(1), [1])
+    assert other.take(2, 0, torch.zeros(1), "it").tolist() == [1.0]
 
 
 def test_a_goodbye_is_heard_behind_all_that_was_sent_before(two: list[SharedMemoryPeers]) -> None:
@@ -272,6 +331,7 @@ def test_arenas_are_pages_of_their_own_and_places_are_within_them(two: list[Shar
     assert [one.own.places[n][1] for n in (0, 1)] == [8192, 4096]
     assert (one.place(first[4096:]), one.place(second)) == ((0, 4096), (1, 0))
     assert first.data_ptr() % 4096 == 0
+    assert one.allocate(0).numel() == 0
     one.close()
     with pytest.raises(PeerError, match="rank 0 shares no memory any more: it was closed"):
         one.allocate(1)
@@ -309,9 +369,57 @@ def test_room_in_a_socket_is_waited_for_as_long_as_for_a_rank(
     assert asked == [7000.0], "in milliseconds"
 
 
+def test_what_was_expected_is_waited_for(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = two
+    other.expect(1, 0, into := torch.zeros(2))
+    monkeypatch.setattr(os, "sched_yield", lambda: one.offer(1, torch.ones(2), [1]))
+    other.arrive(1, 0, "it")
+    assert into.tolist() == [1.0, 1.0]
+
+
 def test_what_comes_at_once_is_not_slept_for(two: list[SharedMemoryPeers], monkeypatch: pytest.MonkeyPatch) -> None:
     """A sleep and a wake-up take longer."""
     one, other = two
     monkeypatch.setattr(os, "sched_yield", lambda: one.offer(1, torch.ones(1), [1]))
     monkeypatch.setattr(other, "_slept", lambda seconds: pytest.fail("it slept"))
     assert other.take(1, 0, torch.zeros(1), "it").tolist() == [1.0]
+
+
+def test_a_number_that_comes_again_is_waited_for_anew(two: list[SharedMemoryPeers]) -> None:
+    """That its first transfer was read says nothing of the second."""
+    one, other = two
+    data = torch.ones(2 * INLINE_BYTES, dtype=torch.uint8)
+    for number in (1, 2):
+        one.offer(number, data, [1])
+        other.take(number, 0, data, "it")
+        other.done(number, 0)
+    for number in (1, 3):
+        one.offer(number, number * data, [1])
+    assert other.take(1, 0, data, "it").unique().tolist() == [1]
+
+
+def test_who_closes_lets_go_of_all_memory(two: list[SharedMemoryPeers]) -> None:
+    """Of blocks that were read and that were not, of what the other offers, and of what it did not send."""
+    one, other = two
+    small, large = (torch.ones(size, dtype=torch.uint8) for size in (2 * INLINE_BYTES, 40 * INLINE_BYTES))
+    one.offer(1, small, [1])
+    other.take(1, 0, small, "it")
+    other.done(1, 0)
+    one.offer(2, large, [1])
+    one.offer(3, large, [1])
+    other.take(2, 0, large, "it")
+    other.expect(4, 0, torch.zeros(1))
+    for host in two:
+        host.close()
+        for peer in host.peers.values():
+            assert [peer.arenas, peer.offers, peer.expected] == [{}, {}, {}]
+            assert peer.socket.fileno() < 0
+    assert (one.own.places, one.readers) == ({}, {})
+
+
+def test_the_next_rank_comes_first() -> None:
+    """So that not everyone sends to rank 0 at once."""
+    ranks = hosts(4)
+    assert [*ranks[1].peers] == [2, 3, 0]
+    for host in ranks:
+        host.close()

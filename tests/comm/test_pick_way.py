@@ -115,6 +115,19 @@ def test_how_much_of_a_transfer_passes_beside_work(monkeypatch: pytest.MonkeyPat
     )
 
 
+@pytest.mark.parametrize(("alone", "products"), [(3e-3, 3), (2.6e-3, 3), (1e-9, 1), (1e9, 1000)])
+def test_a_rank_computes_for_as_long_as_a_transfer_takes(
+    monkeypatch: pytest.MonkeyPatch, alone: float, products: int
+) -> None:
+    """At least one product, which takes a millisecond; at most a thousand."""
+    seconds, runs, count = iter([1e-3, alone, 1.0, 1.0]), list[Callable[[], object]](), list[int]()
+    monkeypatch.setattr(pick_way, "fastest_of", lambda run: runs.append(run) or next(seconds))
+    monkeypatch.setattr(pick_way.torch, "mm", lambda *given, out: count.append(1))
+    pick_way._hidden(pick_way._Move("all_gather", SIZES[0], RANKS, pick_way._bytes), None)  # type: ignore[arg-type]
+    runs[2]()
+    assert len(count) == products
+
+
 def test_the_fastest_of_some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now, spent = [0.0], iter([3.0, 1.0, 2.0, 0.0])
     monkeypatch.setattr(pick_way.time, "perf_counter", lambda: now[0])
@@ -128,10 +141,10 @@ def test_the_fastest_of_some_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("first", "runs"), [(0.05, 1), (0.001, 2)])
 def test_a_long_product_is_not_run_again(monkeypatch: pytest.MonkeyPatch, first: float, runs: int) -> None:
-    seconds = iter([first, 0.0005])
-    monkeypatch.setattr(pick_way, "fastest_of", lambda run, times=4: next(seconds))
+    seconds, asked = iter([first, 0.0005]), list[int]()
+    monkeypatch.setattr(pick_way, "fastest_of", lambda run, times=4: asked.append(times) or next(seconds))
     assert pick_way._flops(torch.bfloat16) == 2 * 384**3 / (first if runs == 1 else 0.0005)
-    assert len(list(seconds)) == 2 - runs
+    assert asked == [1, 4][:runs]
 
 
 def test_the_work_beside_a_transfer_runs_between_its_start_and_its_wait() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,14 @@ def test_strangers_cost_no_time(doors: Any) -> None:
         one.close()
 
 
+def test_a_stranger_is_sent_away_before_a_rank_comes(doors: Any) -> None:
+    with stranger(doors[1][0], b"x 1") as guest:
+        guest.settimeout(9)
+        told = list[bytes]()
+        assert whole(met(doors, lambda: told.append(guest.recv(9)))[1])
+    assert told == [b""]
+
+
 def test_more_strangers_than_are_waited_for(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MAX_SILENT", 4)
     kept: list[socket.socket] = []
@@ -165,17 +174,62 @@ except (BrokenPipeError, ConnectionResetError):
 
 def test_nor_is_another_users_process_shown_a_token(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_user", lambda peer: os.geteuid() + 1)
-    with pytest.raises(PeerError, match=r"who answers for rank 0 is user \d+, not \d+"):
+    with pytest.raises(PeerError, match=r"who answers for rank 0 is user \d+, not \d+") as error:
         rendezvous._connected(1, doors[0][1], doors[1])
     guest, _ = doors[0][0].accept()
     with guest:
-        assert guest.recv(99) == b""
+        guest.settimeout(9)
+        assert guest.recv(99) == b"", f"it ends at once, though somebody holds {error}"
 
 
 def test_a_rank_that_does_not_come_is_named(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MEET_SECONDS", 0.1)
-    with stranger(doors[1][0]), pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s"):
+    with stranger(doors[1][0]) as guest:
+        with pytest.raises(PeerError, match=r"rank 1 did not connect within 0\.1 s") as error:
+            rendezvous._connected(0, doors[0][0], doors[1])
+        guest.settimeout(9)
+        assert guest.recv(9) == b"", f"it is sent away at once, though somebody holds {error}"
+
+
+def test_a_rank_sleeps_until_somebody_comes_or_its_time_is_up(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, clock = list[float](), [100.0]
+
+    def slept(milliseconds: float) -> list[tuple[int, int]]:
+        asked.append(milliseconds)
+        clock[0] += 11.5 if len(asked) == 1 else 0.5
+        return []
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    polled = SimpleNamespace(poll=slept, register=lambda *given: None)
+    monkeypatch.setattr(rendezvous, "select", SimpleNamespace(poll=lambda: polled, POLLIN=select.POLLIN))
+    with pytest.raises(PeerError, match="rank 1 did not connect"):
         rendezvous._connected(0, doors[0][0], doors[1])
+    assert asked == [12_000.0, 500.0], "in milliseconds"
+    assert not doors[0][0].getblocking(), "who has gone again holds nobody up"
+
+
+def test_who_has_spoken_is_listened_to_no_more(doors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is let in is heard by others; what a stranger sends later, or its end, wakes nobody."""
+    real, heard = select.poll(), set[int]()
+
+    class Polled:
+        def register(self, one: socket.socket, events: int) -> None:
+            heard.add(one.fileno())
+            real.register(one, events)
+
+        def unregister(self, one: socket.socket) -> None:
+            heard.remove(one.fileno())
+            real.unregister(one)
+
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            return real.poll(milliseconds)
+
+    listener, notes = doors[0][0], doors[1][:2]
+    monkeypatch.setattr(rendezvous, "select", SimpleNamespace(poll=Polled, POLLIN=select.POLLIN))
+    with stranger(notes[0], b"x"), stranger(notes[0], f"{notes[0].split()[3]} 1".encode()):
+        for one in rendezvous._connected(0, listener, notes).values():
+            one.close()
+    assert heard == {listener.fileno()}
 
 
 # --- what two ranks of this process find ------------------------------------------------------------------------------
@@ -223,8 +277,16 @@ def test_what_one_rank_cannot_do_nobody_does(monkeypatch: pytest.MonkeyPatch) ->
         if host.rank == 1:
             raise PeerError("not there")
 
+    closed, close, listen = list[int](), SharedMemoryPeers.close, rendezvous._listen
+    monkeypatch.setattr(SharedMemoryPeers, "close", lambda host: closed.append(host.rank) or close(host))
     monkeypatch.setattr(rendezvous, "_probe", probe)
     assert both(monkeypatch) == [(None, "rank 1: not there")] * 2
+    assert sorted(closed) == [0, 1]
+    able = iter([True, False])
+    monkeypatch.setattr(rendezvous, "_listen", lambda n: listen(n) if next(able) else (None, "! no such call"))
+    (one, why), other = both(monkeypatch)
+    assert (one, why) == other
+    assert (one, why[6:]) == (None, ": no such call")
     monkeypatch.setattr(rendezvous, "_listen", lambda world: (None, "! no such call"))
     assert both(monkeypatch) == [(None, "rank 0: no such call")] * 2
 
@@ -281,7 +343,7 @@ def test_a_queue_that_stays_full_ends_a_visit(doors: Any, monkeypatch: pytest.Mo
             doors[0][0].accept()[0].close()
 
     monkeypatch.setattr(rendezvous.time, "sleep", sleep)
-    rendezvous._visit(1, 0, doors[1][0], time.monotonic() + 30).close()
+    rendezvous._visit(1, 0, doors[1][0], time.monotonic() + 5).close()
     assert len(slept) == 5, "until there is room"
     with pytest.raises(PeerError, match="rank 0 let nobody in within 12 s"):
         rendezvous._visit(1, 0, doors[1][0], time.monotonic() - 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,8 +30,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
     monkeypatch.setattr(selftest, "BUFFER_BYTES", 2048)
     monkeypatch.setattr(selftest.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(selftest, "dist", SimpleNamespace(barrier=lambda: None, destroy_process_group=lambda: None))
     return now
+
+
+@pytest.fixture
+def called(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of torch.distributed; a rank that waits there for others spends some time."""
+    names: list[str] = []
+
+    def barrier() -> None:
+        names.append("barrier")
+        clock[0] += 100.0
+
+    fake = SimpleNamespace(barrier=barrier, destroy_process_group=lambda: names.append("end"))
+    monkeypatch.setattr(selftest, "dist", fake)
+    return names
 
 
 class Comm:
@@ -57,21 +72,39 @@ class Comm:
         self.calls.append("settle")
 
 
-def test_the_best_time_counts_and_the_sum_must_be_right(clock: list[float]) -> None:
+def test_the_best_time_counts_and_the_sum_must_be_right(clock: list[float], called: list[str]) -> None:
     comm = Comm(clock, seconds=(2.0, 8.0, 1.0, 4.0, 3.0, 9.0))
     found = selftest.tried(comm, memory, 0, 2)
     assert found.right
     assert found.mb_per_s == {"all-gather": 1024 / (1 << 20) / 1.0, "reduce-scatter": 1024 / (1 << 20) / 4.0}
     assert comm.calls == ["start", "wait", "settle"] * 2 * selftest.TIMES
+    assert called == ["barrier"] * 2 * selftest.TIMES, "ranks begin together"
     assert not selftest.tried(Comm(clock, wrong=1e-3), memory, 0, 2).right
     assert not selftest.tried(Comm(clock), memory, 1, 2).right, "these are not the numbers of the other rank"
 
 
-def test_the_axes_of_a_mesh_by_their_slowest_rank(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_ranks_have_room_for_the_parts_of_the_others(clock: list[float], called: list[str]) -> None:
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def start(name: str, op: Any, tensors: list[torch.Tensor]) -> None:
+        shapes[op.kind] = [tuple(tensor.shape) for tensor in tensors]
+        clock[0] += 1.0
+
+    comm = SimpleNamespace(start=start, wait=lambda name: None, settle=lambda name: None)
+    found = selftest.tried(comm, memory, 1, 3)
+    part = 2048 // 4 // 3
+    assert shapes == {"all_gather": [(part,), (3 * part,)], "reduce_scatter": [(3 * part,), (part,), (2, part)]}
+    assert not found.right, "nothing came"
+    assert found.mb_per_s == dict.fromkeys(("all-gather", "reduce-scatter"), 2048 * 2 / 3 / (1 << 20))
+
+
+def test_the_axes_of_a_mesh_by_their_slowest_rank(
+    clock: list[float], called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh, told = Mesh((("dp_out", 2), ("dp", 2))), list[float]()
 
     def lines(*given: Any) -> dict[str, Line]:
-        return {axis: Line(0, (0, 1)) for axis in ("dp_out", "dp", "dp_out.dp")}
+        return {"dp_out": Line(0, (0, 1)), "dp": Line(0, (0, 1, 2)), "dp_out.dp": Line(0, (0, 1))}
 
     def tell(note: bytes, world: int, group: Any) -> list[bytes]:
         told.append(float(note))
@@ -79,21 +112,22 @@ def test_the_axes_of_a_mesh_by_their_slowest_rank(clock: list[float], monkeypatc
 
     class Timed:
         def __init__(self, line: Line) -> None:
-            self.left = [3.0, 1.0, 2.0, 5.0, 4.0]
+            self.size, self.left = line.size, [3.0, 1.0, 2.0, 5.0, 4.0]
 
         def start(self, name: str, op: Any, tensors: list[torch.Tensor]) -> None:
-            clock[0] += self.left.pop()
-            assert tensors[0].numel() * 2 == tensors[1].numel() == 2048
+            assert tensors[0].numel() == 2048 // self.size
+            assert tensors[1].numel() == tensors[0].numel() * self.size
 
         def wait(self, name: str) -> None:
-            pass
+            clock[0] += self.left.pop()
 
     monkeypatch.setattr(selftest, "open_world", lambda *given: (0, 4))
     monkeypatch.setattr(selftest, "lines", lines)
     monkeypatch.setattr(selftest, "tell", tell)
     monkeypatch.setattr(selftest, "P2P", Timed)
     assert selftest.along_axes(mesh) == {"dp_out": 1e-9, "dp": 1e-9}
-    assert told == [1024 / 1.0 / 1e9] * 2
+    assert told == [1024 / 1e9, 2 * 682 / 1e9], "what comes from the others, in the best second"
+    assert called == ["barrier"] * 2 * selftest.TIMES + ["end"]
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -167,8 +201,11 @@ def test_the_first_rank_tells_the_results(processes: type[Process], monkeypatch:
     for process in processes.made:
         assert (process.env["WORLD_SIZE"], process.env["LOCAL_RANK"]) == ("2", process.env["RANK"])
         assert "TORCHELASTIC_USE_AGENT_STORE" not in process.env
+        assert process.env["OMP_NUM_THREADS"] == "1", "sums round by them"
+        assert str(Path(selftest.__file__).parents[2]) in process.env["PYTHONPATH"].split(os.pathsep)
         assert process.killed
-    assert len({process.env["MASTER_PORT"] for process in processes.made}) == 1
+    (port,) = {process.env["MASTER_PORT"] for process in processes.made}
+    assert int(port) >= 1024, "one that is free for every user"
 
 
 def test_a_rank_that_fails_or_does_not_end_is_an_error(

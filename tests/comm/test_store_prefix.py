@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,8 @@ import torch.distributed as dist
 import fzero
 from fzero.comm import store_prefix
 from fzero.comm.store_prefix import prefixed, wait_for_keys
+
+pytestmark = pytest.mark.timeout(60, method="thread")  # each test takes some milliseconds, or waits without end
 
 
 def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
@@ -25,8 +29,10 @@ def started(store: dist.Store, world: int, order: list[int]) -> list[str]:
         assert not mine.check(["left"]), "something of an earlier start"
         assert mine.add("came", 1) <= world
         mine.wait(["came"])
+        until = time.monotonic() + 20
         while mine.add("came", 0) < world:
-            pass
+            assert time.monotonic() < until, "the others met elsewhere"
+            time.sleep(0.001)
         mine.set("left", "1")
         return str(mine.add("came", 0))
 
@@ -83,6 +89,29 @@ def test_rank_0_tells_the_others_who_is_missing_and_lets_them_read_it() -> None:
         assert list(pool.map(missing, range(2))) == [((2,), True)] * 2, "rank 1 need not wait for its own time"
 
 
+def test_rank_0_alone_asks_whether_all_have_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large world each rank would ask for the keys of all, again and again."""
+    asked: list[list[str]] = []
+
+    class Noted:
+        def __init__(self, store: dist.Store) -> None:
+            self.get, self.set, self.store = store.get, store.set, store
+
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            return bool(self.store.check(keys))
+
+    store = dist.HashStore()
+    store.set("offer", "mine mine")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "mine")
+    monkeypatch.setattr(store_prefix, "dist", SimpleNamespace(PrefixStore=lambda name, store: Noted(store)))
+    with pytest.raises(fzero.HangError):
+        prefixed(store, 1, 2, 0.02)
+    assert ["accepted/0", "accepted/1"] not in asked
+    prefixed(store, 0, 2, 20.0)
+    assert ["accepted/0", "accepted/1"] in asked
+
+
 def test_keys_that_do_not_come_are_returned() -> None:
     store = dist.HashStore()
     store.set("a", "")
@@ -116,4 +145,7 @@ def test_a_rank_that_waits_leaves_the_processor_to_others(monkeypatch: pytest.Mo
     monkeypatch.setattr("fzero.comm.store_prefix.time.sleep", slept.append)
     with pytest.raises(fzero.HangError):
         prefixed(dist.HashStore(), 1, 2, 0.02)
+    assert {*slept} == {store_prefix.POLL_SECONDS}
+    slept.clear()
+    assert wait_for_keys(dist.HashStore(), ["a"], 0.02) == ["a"]
     assert {*slept} == {store_prefix.POLL_SECONDS}

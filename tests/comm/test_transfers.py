@@ -26,7 +26,7 @@ from fzero.comm import transfers
 from fzero.comm.group import Line
 from fzero.comm.heartbeat import Presence
 from fzero.comm.shared_memory import Shared
-from fzero.comm.transfers import P2P, Alone, Messages, Nccl, Pending, finish, gloo
+from fzero.comm.transfers import P2P, Alone, Messages, Nccl, Pending, finish, gloo, keep_own
 from fzero.errors import DisagreementError, HangError, PeerError
 from fzero.ir.collectives import Collective
 from fzero.ir.op import Op, make_op
@@ -209,6 +209,26 @@ def test_messages_meet_by_tag_and_in_order(post: Any, size: int, way: str) -> No
     assert WAYS[way](3, run)[2] == [1.0, 0.0, 2.0]
 
 
+def test_what_a_rank_sends_to_itself_is_copied_unless_it_lies_there() -> None:
+    op, copied = make_op("all_gather", [Ref("a")], [Ref("b")], axis="dp"), list[Tensor]()
+    own = torch.ones(2)
+    for address in (own.data_ptr(), 0):
+        place: Any = SimpleNamespace(data_ptr=lambda address=address: address, copy_=copied.append)
+        keep_own(record(op), own, {1: place}, 1, 2)
+    assert len(copied) == 1
+
+
+def test_the_halves_of_an_all_reduce_have_tags_of_their_own(post: Any) -> None:
+    def run(comm: Any, rank: int) -> None:
+        op, tensors, _ = made("all_reduce", 2, rank, 4, lambda n: torch.zeros(n, dtype=torch.uint8), op="sum")
+        for name in ("b", "c"):
+            comm.start(name, op, tensors)
+            comm.wait(name)
+
+    by_messages(2, run)
+    assert {tag for _, _, _, tag, _ in post} == {2, 3, 4, 5}
+
+
 def test_messages_to_lower_ranks_have_a_group_of_their_own() -> None:
     """NCCL runs what one communicator carries in order."""
     messages = Messages(1, 4, "up", "back")
@@ -244,9 +264,11 @@ def test_a_wait_is_marked_and_its_error_is_of_a_peer() -> None:
 
 def test_what_a_failed_step_has_started_is_ended(post: Any) -> None:
     def run(comm: Any, rank: int) -> bool:
-        op, tensors, wanted = made("all_gather", 2, rank, 4, lambda n: torch.zeros(n, dtype=torch.uint8))
+        memory = comm.host.allocate if isinstance(comm, Shared) else lambda n: torch.zeros(n, dtype=torch.uint8)
+        op, tensors, wanted = made("all_gather", 2, rank, 4_000, memory)
         comm.start("b", op, tensors)
         comm.drain()
+        assert not getattr(comm, "lent", {}), "nobody reads its source any more"
         return not comm.pending and same_bits(tensors[1], wanted)
 
     for way in WAYS.values():
@@ -281,6 +303,7 @@ def test_nccl_is_asked_for_what_the_kind_is(monkeypatch: pytest.MonkeyPatch, kin
     def called(name: str) -> Any:
         def call(dest: Tensor, source: Tensor | None = None, **given: Any) -> Request:
             calls.append((name, given))
+            assert (dest if source is None else source).tolist() == [1.0, 1.0], "what the rank gives"
             return Request(lambda: dest.copy_(6 * torch.ones_like(dest)))
 
         return call
@@ -290,7 +313,7 @@ def test_nccl_is_asked_for_what_the_kind_is(monkeypatch: pytest.MonkeyPatch, kin
     monkeypatch.setattr(transfers, "dist", fake)
     monkeypatch.setattr(transfers, "all_gather_single", called("all_gather"))
     reduces = "reduce" in kind
-    given = {"op": "max", "divisor": 3} if reduces else {}
+    given = {"op": "max", "divisor": 2} if reduces else {}
     op = make_op(kind, [Ref("a")], [Ref("b")], axis="dp", **given)
     comm, dest = Nccl(Line(0, (0, 1), "group")), torch.zeros(2)
     comm.start("b", op, [torch.ones(2), dest])
@@ -304,11 +327,13 @@ def test_nccl_is_asked_for_what_the_kind_is(monkeypatch: pytest.MonkeyPatch, kin
     }.get(kind, kind)  # fmt: skip
     assert (options["group"], options["async_op"]) == ("group", True)
     assert options.get("op") == ("max" if reduces else None)
-    assert dest.tolist() == ([2.0, 2.0] if reduces else [6.0, 6.0]), "divided once"
+    assert dest.tolist() == ([3.0, 3.0] if reduces else [6.0, 6.0]), "divided once"
 
 
 def test_nccl_sends_messages_of_a_number(post: Any) -> None:
-    comm = Nccl(Line(0, (0, 1), Group(0, 2)), Presence(0, 2))
+    presence = Presence(0, 2)
+    comm = Nccl(Line(0, (0, 1), Group(0, 2)), presence)
+    assert comm.presence is presence
     comm.start("a", make_op("send", [Ref("a")], axis="pp", peer=1, tag=4), [torch.ones(2)])
     assert comm.number == 2
     assert [*comm.pending] == ["a"]

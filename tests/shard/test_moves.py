@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from by_hand import Draft, aten
-from torch import Tensor
+from torch import Tensor, fx
 
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh, parts_of
 from fzero.shard.layouts import WHOLE, AxisCut, Layout
-from fzero.shard.moves import Move, Transition, by_way_of_whole, check_heads, kind_of, transition, transitions
+from fzero.shard.moves import (
+    Move,
+    Transition,
+    by_way_of_whole,
+    check_heads,
+    cutting_leaf,
+    kind_of,
+    transition,
+    transitions,
+)
 from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard, join, local_shape, own_part, split
 
 MESH = Mesh((("dp_out", 2), ("dp", 3), ("tp", 2)))
@@ -145,6 +155,33 @@ HEADS = [
     ((4, 12), Shard(1), (4, 12), 5, None),  # the dim itself
     ((4, 12), Shard(1), (48,), 5, None),  # no head
 ]
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "by_dim"),
+    [
+        (aten.mm.default, [(4, 6), (6, 8)], [0, 1]),
+        (aten.bmm.default, [(2, 4, 6), (2, 6, 8)], [None, 0, 1]),
+        (aten.addmm.default, [(8,), (4, 6), (6, 8)], [1, 2]),
+    ],
+    ids=str,
+)
+def test_the_dim_of_a_product_is_that_of_an_operand(op: Any, shapes: Any, by_dim: list[int | None]) -> None:
+    """Of a leaf that a rule cuts: not of another value, nor of a leaf that is whole."""
+    draft = Draft()
+    operands = [draft.input(*shape) for shape in shapes]
+    product = draft.call(op, *operands)
+    rows = draft.call(aten.relu.default, product)
+    for dim, position in enumerate(by_dim):
+        place = Shard(dim)
+        have: dict[fx.Node, dict[Any, None]] = {x: {place: None} for x in (*operands, product, rows)}
+        leaf = None if position is None else operands[position]
+        assert cutting_leaf(product, place, have, {*operands}, 2) is leaf
+        assert cutting_leaf(rows, place, have, {*operands}, 2) is leaf
+        assert cutting_leaf(rows, place, have, set(), 2) is None
+        assert (
+            cutting_leaf(rows, place, {**have, **{x: {Replicated(): None} for x in operands}}, {*operands}, 2) is None
+        )
 
 
 @pytest.mark.parametrize(("before", "source", "after", "n", "fits"), HEADS, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ from torch import Tensor
 
 import fzero
 from fzero import P, Precision, optim
+from fzero.ir import fx_nodes
+from fzero.ir.recorder import record
+from fzero.shard.ops import ALL_REDUCE
+from fzero.shard.owned_operands import owned_operands
 
 
 def start() -> dict[str, Tensor]:
@@ -33,6 +38,28 @@ def trained(mesh: dict[str, int], precision: Any, zero: int) -> Run:
     )
     world = 2 * mesh.get("tp", 1)
     return run(spec, start(), words, world=world, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("made", "copied"),
+    [
+        (lambda p: p, False),
+        (lambda p: p.t(), False),
+        (lambda p: p.bfloat16(), True),
+        (lambda p: p.bfloat16().t(), True),
+        (lambda p: p.t().bfloat16(), True),
+        (lambda p: p * 2, False),
+        (lambda p: (p * 2).bfloat16(), False),
+    ],
+)
+def test_only_a_cast_of_an_input_is_copied_before_it_is_sent(made: Callable[[Tensor], Tensor], copied: bool) -> None:
+    gm = record(lambda p: (ALL_REDUCE(made(p), "tp", 2, "sum"), p.t()), [torch.randn(4, 6)])
+    owned = owned_operands(gm)
+    assert (owned is not gm) == copied
+    (sent,) = (node for node in owned.graph.nodes if node.target is ALL_REDUCE)
+    source = fx_nodes.operand(sent)
+    assert (source.target is torch.ops.aten.clone.default) == copied
+    assert not copied or source.meta["val"].is_contiguous()
 
 
 @pytest.mark.parametrize(

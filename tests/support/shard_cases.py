@@ -52,6 +52,7 @@ LOSS_BACK = either(tensors("ab,ab,ab", 0), tensors(",ab,ab", 1), tensors(",ab,ab
 ALONG = either(tensors("abc", 1), tensors("abc", -1), tensors("abc", 0))
 PAIR = either(tensors("abc,abc"), tensors("abc,bc"), tensors("a1c,ab1"), tensors("abc,"), tensors("abc", 2.5))
 FLOAT64 = {"dtype": torch.float64}
+PADS = ((6, 6), (0, 1), (0, 12), (-1, 0), (-2, 4), (2, -2))
 
 CASES: dict[Any, Make] = {
     # pointwise and factories
@@ -202,9 +203,7 @@ CASES: dict[Any, Make] = {
     aten.slice_scatter.default: of(slice_write),
     aten.select_backward.default: of(lambda d: (d.x("ac"), d.shape("abc"), 1, -1)),
     aten.select_scatter.default: of(lambda d: (d.x("abc"), d.x("ac"), 1, 0)),
-    aten.constant_pad_nd.default: of(
-        lambda d: (d.fixed(b=6).x("abc"), [0, 0, *d.choice(((6, 6), (0, 1), (0, 12), (-1, 0)))], d.choice((0, 1.5)))
-    ),
+    aten.constant_pad_nd.default: of(lambda d: (d.fixed(b=6).x("abc"), [0, 0, *d.choice(PADS)], d.choice((0, 1.5)))),
     # indexing
     aten.embedding.default: of(lambda d: (d.fixed(v=d.choice((6, 12))).x("ve"), d.ids("ab", d.of["v"]), 0)),
     aten.embedding_dense_backward.default: of(embedding_back),

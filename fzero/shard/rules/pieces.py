@@ -140,16 +140,14 @@ def select_written(call: Call) -> Factors:
 
 
 def padded(call: Call) -> Factors:
-    """constant_pad_nd: new elements on both sides of the last dims; fewer elements keep a dim whole."""
+    """constant_pad_nd: new elements on both sides of the last dims, or fewer."""
     m = Maker(call)
     before, after = [], []
     for size, (low, high) in zip(call.shape("self"), _pads(call), strict=True):
-        unit = math.gcd(low, size, high)
-        if low < 0 or high < 0 or not unit:
-            small, big = m.dim(size, WHOLE), m.dim(low + size + high, WHOLE)
-        elif low == high == 0:
+        if low == high == 0:
             small = big = m.dim(size)
         else:
+            unit = math.gcd(low, size, high)
             inner = m.dim(unit)
             small, big = (m.dim(k // unit, WHOLE) + inner for k in (size, low + size + high))
         before.append(small)
@@ -177,7 +175,7 @@ def _parts(call: Call, strategy: Strategy, n: int, at: int) -> int:
     """By how much the pieces of dim `at` shrink."""
     pieces = zip((tuple(x.shape) for x in call.results), strategy.outputs, strict=True)
     shape, placement = next(((s, p) for s, p in pieces if s[at]), (call.result, strategy.outputs[0]))
-    return shape[at] // (local_shape(shape, placement, n)[at] or 1) if shape[at] else 1
+    return shape[at] // local_shape(shape, placement, n)[at] if shape[at] else 1
 
 
 def _cut_local(call: Call, strategy: Strategy, n: int) -> dict[str, Any]:
@@ -193,7 +191,7 @@ def _slice_local(call: Call, strategy: Strategy, n: int) -> dict[str, Any]:
     at = int(call["dim"]) % len(whole)
     placement = strategy.inputs[0] if "self" in call.named else strategy.outputs[0]
     local = local_shape(whole, placement, n)
-    by = whole[at] // (local[at] or 1) or 1
+    by = whole[at] // local[at] if whole[at] else 1
     changed: dict[str, Any] = {"input_sizes": list(local)} if "input_sizes" in call.named else {}
     if by > 1:
         start, end = _bounds(call, whole[at])
@@ -207,7 +205,7 @@ def _input_sizes(call: Call, strategy: Strategy, n: int) -> dict[str, Any]:
 
 def _pad_local(call: Call, strategy: Strategy, n: int) -> dict[str, Any]:
     local = local_shape(call.result, strategy.outputs[0], n)
-    by = [size // (part or 1) or 1 for size, part in zip(call.result, local, strict=True)]
+    by = [size // part if size else 1 for size, part in zip(call.result, local, strict=True)]
     pairs = [(low // k, high // k) for (low, high), k in zip(_pads(call), by, strict=True)]
     return {"pad": [pad for pair in pairs[::-1] for pad in pair][: len(call["pad"])]}
 
