@@ -97,6 +97,15 @@ def test_each_size_goes_its_fastest_way(clock: list[float], monkeypatch: pytest.
         assert rates.wire_bytes[kind] > 0
 
 
+def test_a_rank_computes_beside_the_largest_gather(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(pick_way, "_hidden", lambda move, comm: seen.append((move.tensors[1].nbytes, comm)) or 0.25)
+    echo(monkeypatch)
+    ways = comms(clock)
+    assert measured(ways, RANKS, RANKS)[1].hidden == 0.25
+    assert seen == [(SIZES[2], ways["p2p"])], "on its fastest way"
+
+
 def test_rank_0_decides(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     echo(monkeypatch, lambda told: ["p2p"] * len(told) if isinstance(told[0], str) else [0.5] * len(told))
     table, rates = measured(comms(clock), RANKS, RANKS)
