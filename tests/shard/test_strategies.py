@@ -8,6 +8,7 @@ would be a transfer that a model pays for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -45,8 +46,9 @@ def offered(op: Any, turn: int) -> str:
 
 def test_so_many_calls_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: dict[Any, Any] = {}
-    monkeypatch.setattr("fzero.shard.rules.strategies.MOST", 3)
-    monkeypatch.setattr("fzero.shard.rules.strategies._kept", kept)
+    module = import_module("fzero.shard.rules.strategies")  # its folder has a function of that name
+    monkeypatch.setattr(module, "MOST", 3)
+    monkeypatch.setattr(module, "_kept", kept)
     counts = []
     for size in (2, 4, 4, 6, 8):
         strategies(call(torch.ops.aten.relu.default, [torch.zeros(size)])[0], 2)
