@@ -114,6 +114,7 @@ MORE: list[tuple[Any, list[int], list[Any]]] = [
     (ops.ALL_REDUCE, [4, 6], ["tp", 2, "max"]),
     (ops.ALL_GATHER, [1, 4, 6], ["tp", 2, [2, 4, 6]]),
     (ops.REDUCE_SCATTER, [8, 6], ["tp", 2, [1, 4, 6]]),
+    (ops.REDUCE_SCATTER, [4, 6], ["tp", 3, [8]]),  # parts that are no part of the first dim
     (ops.ALL_TO_ALL, [1, 8, 6], ["tp", 2, [1, 8, 6]]),
     (ops.OWN_PART, [4, 24], [None, 2, 1, 3]),
     (ops.CONSTRAIN, [8, 6], ["tp", -1, 1]),
