@@ -186,19 +186,18 @@ class SharedMemoryPeers:
         Returns whether they read it in place: then it must not change before `settle`.
         """
         self._check()
-        readers = tuple(to)
         while self.own.dropped:
             self._tell(self.peers, HEAD.pack(DROPPED, self.own.dropped.popleft()))
         data = source.view(torch.uint8)
         size = data.numel()
         if size <= INLINE_BYTES:
-            self._tell(readers, HEAD.pack(LETTER, number) + data.numpy().tobytes())
+            self._tell(to, HEAD.pack(LETTER, number) + data.numpy().tobytes())
             return False
-        self.readers[number] = readers
+        self.readers[number] = tuple(to)
         place = self.place(data)
         there = place or self.place(self._staged(number, data))
         assert there is not None  # a block lies in an arena
-        self._tell(readers, HEAD.pack(READY, number) + PLACE.pack(*there, size))
+        self._tell(to, HEAD.pack(READY, number) + PLACE.pack(*there, size))
         return place is not None
 
     def ready(self, number: int, of: Collection[int]) -> bool:
@@ -216,9 +215,8 @@ class SharedMemoryPeers:
         """
         peer = self.peers[rank]
         self._until(peer, lambda: number in peer.offers, label)
-        data, _ = peer.offers[number]
-        if data.numel() != like.numel() * like.element_size():
-            needed = like.numel() * like.element_size()
+        data, needed = peer.offers[number][0], like.numel() * like.element_size()
+        if data.numel() != needed:
             raise DisagreementError(f"{label}: rank {rank} gives {data.numel()} bytes, rank {self.rank} needs {needed}")
         return data.view(like.dtype)
 

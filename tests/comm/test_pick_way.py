@@ -97,6 +97,15 @@ def test_each_size_goes_its_fastest_way(clock: list[float], monkeypatch: pytest.
         assert rates.wire_bytes[kind] > 0
 
 
+def test_a_rank_computes_beside_the_largest_gather(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(pick_way, "_hidden", lambda move, comm: seen.append((move.tensors[1].nbytes, comm)) or 0.25)
+    echo(monkeypatch)
+    ways = comms(clock)
+    assert measured(ways, RANKS, RANKS)[1].hidden == 0.25
+    assert seen == [(SIZES[2], ways["p2p"])], "on its fastest way"
+
+
 def test_rank_0_decides(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     echo(monkeypatch, lambda told: ["p2p"] * len(told) if isinstance(told[0], str) else [0.5] * len(told))
     table, rates = measured(comms(clock), RANKS, RANKS)
@@ -164,9 +173,16 @@ def test_a_transfer_goes_the_way_of_the_nearest_size() -> None:
     table = {(kind, size): f"{kind}{size}" for kind in WAYS for size in SIZES}
     fastest = Fastest({"p2p": None, "shared": None}, table)  # type: ignore[dict-item]
     gather = make_op("all_gather", [Ref("a")], [Ref("b")])
-    for count, size in ((0, SIZES[0]), (SIZES[0] + 1, SIZES[0]), (SIZES[1] * 3, SIZES[1]), (1 << 30, SIZES[2])):
-        whole = torch.empty(count, dtype=torch.uint8, device="meta")
-        assert fastest.way(gather, [whole[: count // 2], whole]) == f"all_gather{size}"
+    near = (
+        (0, SIZES[0]),
+        (SIZES[0] + 4, SIZES[0]),
+        (SIZES[1] * 3, SIZES[1]),
+        (1 << 30, SIZES[2]),
+        (SIZES[2], SIZES[2]),
+    )
+    for num_bytes, size in near:
+        whole = torch.empty(num_bytes // 4, device="meta")
+        assert fastest.way(gather, [whole[: num_bytes // 8], whole]) == f"all_gather{size}"
     both = make_op("reduce_scatter", [Ref("a")], [Ref("b"), Ref("s")])
     assert fastest.way(both, [whole, whole[:8], whole]) == f"reduce_scatter{SIZES[2]}", "by the whole, which it reads"
     bare = make_op("reduce_scatter", [Ref("a")], [Ref("b")])

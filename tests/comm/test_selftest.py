@@ -133,7 +133,8 @@ def test_the_axes_of_a_mesh_by_their_slowest_rank(
 @pytest.mark.parametrize("shares", [True, False])
 def test_each_way_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shares: bool) -> None:
     host, ended, tries = SimpleNamespace(allocate="its memory"), list[str](), list[Any]()
-    monkeypatch.setattr(selftest, "open_world", lambda device, seconds: (1, 2))
+    patience: list[float] = []
+    monkeypatch.setattr(selftest, "open_world", lambda device, seconds: patience.append(seconds) or (1, 2))
     monkeypatch.setattr(selftest, "meet", lambda number, world: (host if shares else None, "another machine"))
     monkeypatch.setattr(selftest, "P2P", lambda line: ("p2p", line.place, line.size))
     monkeypatch.setattr(selftest, "gloo", lambda line: ("gloo", line.place, line.size))
@@ -153,6 +154,7 @@ def test_each_way_is_tried(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     lack = TransportResult(False, {}, "not possible: another machine")
     assert told["shared"] == (TransportResult(True, {"all-gather": 3.0}) if shares else lack)
     assert ended == ["ended"]
+    assert patience == [selftest.SECONDS / 2], "it names who does not come before its own time is up"
 
 
 # --- the two processes ------------------------------------------------------------------------------------------------

@@ -91,6 +91,25 @@ def test_each_kind_is_that_of_its_record(kind: str, size: int) -> None:
         host.close()
 
 
+@pytest.mark.parametrize("size", [12, 12_000])
+def test_messages_arrive_by_tag(size: int) -> None:
+    """Within a letter, and read in place; the second receive of a tag gets the second message."""
+    ranks = hosts(2, seconds=2.0)
+    sender, receiver = (Shared(host, Line.whole(rank, 2)) for rank, host in enumerate(ranks))
+    rooms = [torch.full((size,), torch.nan) for _ in range(3)]
+    for number, (tag, room) in enumerate(zip((7, 7, 8), rooms, strict=True)):
+        receiver.start(f"in{number}", make_op("recv", writes=[Ref("in")], axis="pp", peer=0, tag=tag), [room])
+    for number, tag in enumerate((8, 7, 7)):
+        source = ranks[0].allocate(4 * size).view(torch.float32).fill_(number)
+        sender.start(f"out{number}", make_op("send", [Ref("out")], axis="pp", peer=1, tag=tag), [source])
+    for number in range(3):
+        receiver.wait(f"in{number}")
+        sender.wait(f"out{number}")
+    assert [room.unique().tolist() for room in rooms] == [[1.0], [2.0], [0.0]]
+    for host in ranks:
+        host.close()
+
+
 def test_in_memory_a_transfer_is_ready_once_all_who_send_have_offered_their_part() -> None:
     ranks = hosts(3)
     comms = [Shared(host, Line.whole(rank, 3)) for rank, host in enumerate(ranks)]

@@ -235,6 +235,11 @@ def test_what_a_cost_function_is_told() -> None:
     assert {(f.want, f.wished) for f in wished} == {(R, False), (S0, True), (S1, False)}
     along = [f for f in told(problem_of(gm, [P, R], [R], sequence=S1)) if f.source == P]
     assert {(f.want, f.along) for f in along} == {(R, False), (S0, False), (S1, True)}
+    draft = Draft()
+    x, row = draft.input(8, 8), draft.input(8)
+    gm = draft.returning(draft.call(aten.add.Tensor, x, row))
+    own = [f for f in told(problem_of(gm, [P, R], [R], sequence=S1)) if f.value.ndim == 1]
+    assert {(f.want, f.along) for f in own} == {(S0, True)}, "a part of it is taken there, whatever its dim"
 
     draft = Draft()
     key = draft.input(2, dtype=torch.int64)

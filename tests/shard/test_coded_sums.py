@@ -15,6 +15,8 @@ from fzero.kernels.codecs import CODECS, decode, decode_sum, encode
 from fzero.shard import ops
 from fzero.shard.coded_sums import coded_sums
 
+aten = torch.ops.aten
+
 
 def over_ranks(gm: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor]:
     """The result on every rank, node by node; `inputs`: of each rank."""
@@ -64,6 +66,9 @@ def test_a_sum_in_codes_is_that_of_what_ranks_say(scatters: bool, shape: tuple[i
     moved = [node for node in made.graph.nodes if node.target in ops.TRANSFERS]
     assert {node.args[0].meta["val"].dtype for node in moved} == {torch.uint8}
     part = -(-(inputs[0].numel() // n) // 64) * 64 if scatters else -(-inputs[0].numel() // (64 * n)) * 64
+    fits = part * n == inputs[0].numel()
+    calls = [node.target for node in made.graph.nodes]
+    assert [calls.count(op) for op in (aten.constant_pad_nd.default, aten.slice.Tensor)] == [int(not fits)] * 2
     padded = [_padded(x.reshape(-1), n, part, scatters) for x in inputs]
     sums = [decode_sum(torch.stack([encode(p[rank], how) for p in padded]), 1, how) for rank in range(n)]
     for rank, found in enumerate(over_ranks(made, inputs)):

@@ -7,7 +7,7 @@ lies as a strategy of its rule says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,16 +102,39 @@ def test_parts_are_moved_as_the_whole(call: tuple[Any, list[int], list[Any], int
             )
 
 
+CALLS: list[tuple[Any, list[int], list[Any]]] = [
+    (ops.ALL_REDUCE, [4, 6], ["tp", 2, "sum"]),
+    (ops.ALL_GATHER, [4, 6], ["tp", 2, [8, 6]]),
+    (ops.REDUCE_SCATTER, [2, 4, 6], ["tp", 2, [4, 6]]),
+    (ops.ALL_TO_ALL, [8, 6], ["tp", 2, [2, 4, 6]]),
+    (ops.OWN_PART, [8, 6], [None, 2, 0, 1]),
+    (ops.CONSTRAIN, [8, 6], ["tp", 0, 1]),
+]
+MORE: list[tuple[Any, list[int], list[Any]]] = [
+    (ops.ALL_REDUCE, [4, 6], ["tp", 2, "max"]),
+    (ops.ALL_GATHER, [1, 4, 6], ["tp", 2, [2, 4, 6]]),
+    (ops.REDUCE_SCATTER, [8, 6], ["tp", 2, [1, 4, 6]]),
+    (ops.REDUCE_SCATTER, [4, 6], ["tp", 3, [8]]),  # parts that are no part of the first dim
+    (ops.ALL_TO_ALL, [1, 8, 6], ["tp", 2, [1, 8, 6]]),
+    (ops.OWN_PART, [4, 24], [None, 2, 1, 3]),
+    (ops.CONSTRAIN, [8, 6], ["tp", -1, 1]),
+]
+
+
+def test_what_is_offered_for_each_transfer(golden: Callable[[str, str], None]) -> None:
+    """One that is offered no more would be a transfer over the second axis too. Behind each, what a rank gives the op
+    but the value."""
+    lines = []
+    for op, shape, args in [*CALLS, *MORE]:
+        node = node_of(op, shape, args)
+        found = [f"    {s} with {localised(node, s, 2)[0][1:]}" for s in strategies(node, 2, (1, 2))]
+        lines += [f"{op} {shape} {args}", *found]
+    golden("shard/transfers", "\n".join(lines))
+
+
 def test_dims_may_lie_in_parts() -> None:
     """Not everything is whole: each op has a strategy that cuts something, where there is something to cut."""
-    for op, shape, args in (
-        (ops.ALL_REDUCE, [4, 6], ["tp", 2, "sum"]),
-        (ops.ALL_GATHER, [4, 6], ["tp", 2, [8, 6]]),
-        (ops.REDUCE_SCATTER, [2, 4, 6], ["tp", 2, [4, 6]]),
-        (ops.ALL_TO_ALL, [8, 6], ["tp", 2, [2, 4, 6]]),
-        (ops.OWN_PART, [8, 6], [None, 2, 0, 1]),
-        (ops.CONSTRAIN, [8, 6], ["tp", 0, 1]),
-    ):
+    for op, shape, args in CALLS:
         found = strategies(node_of(op, shape, args), 2)
         cut = {s.outputs[0].dim for s in found if isinstance(s.outputs[0], Shard)}
         assert len(cut) >= 2, (op, [str(s) for s in found])

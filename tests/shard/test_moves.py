@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from fzero.shard.moves import (
     kind_of,
     transition,
     transitions,
+    wire_bytes,
 )
 from fzero.shard.placements import Flat, Partial, Placement, Replicated, Shard, join, local_shape, own_part, split
 
@@ -126,6 +128,18 @@ def test_each_placement_comes_to_each_other_one(source: Placement, want: Placeme
     for rank in RANKS if source != want else ():
         wanted = own_part(whole, want, 2, MESH.coordinate(rank, "tp"))
         assert torch.equal(held[rank].view(wanted.shape), wanted)
+
+
+def test_what_one_rank_sends() -> None:
+    """Of a value of 96 bytes, over 2 ranks and 3. No transfer makes addends of what is none."""
+    x = torch.zeros(4, 6)
+    for n, sent in ((2, [0, 48, 96, 48, 24, 96, 96]), (3, [0, 64, 128, 64, 21, 128, 128])):
+        pairs: list[tuple[Placement, Placement]] = [
+            (Partial(), Partial()), (Shard(0), Replicated()), (Partial(), Replicated()), (Partial(), Shard(0)),
+            (Shard(0), Shard(1)), (Partial("max"), Shard(0)), (Partial("max"), Replicated()),
+        ]  # fmt: skip
+        assert [int(wire_bytes(*pair, x, n)) for pair in pairs] == sent
+        assert wire_bytes(Replicated(), Partial(), x, n) == wire_bytes(Partial("max"), Partial(), x, n) == math.inf
 
 
 def test_axes_of_one_rank_need_no_transfer() -> None:

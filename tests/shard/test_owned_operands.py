@@ -54,10 +54,13 @@ def trained(mesh: dict[str, int], precision: Any, zero: int) -> Run:
 )
 def test_only_a_cast_of_an_input_is_copied_before_it_is_sent(made: Callable[[Tensor], Tensor], copied: bool) -> None:
     gm = record(lambda p: (ALL_REDUCE(made(p), "tp", 2, "sum"), p.t()), [torch.randn(4, 6)])
+    for node in gm.graph.nodes:
+        node.meta |= {"moved": "for y"} if node.target is ALL_REDUCE else {}
     owned = owned_operands(gm)
     assert (owned is not gm) == copied
     (sent,) = (node for node in owned.graph.nodes if node.target is ALL_REDUCE)
     source = fx_nodes.operand(sent)
+    assert [node for node in owned.graph.nodes if "moved" in node.meta] == [sent], "the copy moves nothing"
     assert (source.target is torch.ops.aten.clone.default) == copied
     assert not copied or source.meta["val"].is_contiguous()
 

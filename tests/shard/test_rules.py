@@ -21,6 +21,7 @@ from sharding import call, differs, local_fake, results
 from torch import fx
 
 import fzero
+from fzero.errors import SpecError
 from fzero.interop import from_module
 from fzero.ir import op_info
 from fzero.ir.op_info import OpInfo
@@ -224,6 +225,19 @@ def test_a_rule_that_a_user_gives() -> None:
         assert op_info.of(op).placements is rule_of(op)
         rule(op, "x1:id x2:jd -> ab")
         assert [str(s) for s in strategies(node, 2)] == ["R, R -> R"]
+        rule(op, "x1:i. x2:.j -> i.")
+        assert [str(s) for s in strategies(node, 2)] == ["R, R -> R", "S0, R -> S0"], "a dot is a dim that is whole"
+        rule(op, "x1:id x2:jd -> ij", summed="d")
+        assert [str(s) for s in strategies(node, 2)][1:] == ["S0, R -> S0", "S1, S1 -> P", "R, S0 -> S1"]
+        rule(op, "x1:idk x2:jd -> ij")
+        with pytest.raises(SpecError, match="'idk' is for 3 dims, there are 2"):
+            strategies(node, 2)
+        for text, said in (
+            ("x1:id x2:jd", "needed an op's overload"), ("x1id x2:jd -> ij", "needed an op's overload"),
+            ("y:id -> i", "the op has no 'y': its arguments are x1, x2, p, compute_mode"),
+        ):  # fmt: skip
+            with pytest.raises(SpecError, match=said):
+                rule(op, text)
     with pytest.raises(Unknown):
         rule_of(op)
 

@@ -8,8 +8,10 @@ would be a transfer that a model pays for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 from shard_cases import CASES
 from shard_draws import Draw
@@ -40,6 +42,18 @@ def offered(op: Any, turn: int) -> str:
         own += [x for name, x in own_kwargs.items() if x != node.kwargs.get(name)]
         found.append(f"{strategy}{' with ' if own else ''}{', '.join(map(shown, own))}")
     return f"{op} {given}\n    {'; '.join(found)}"
+
+
+def test_so_many_calls_are_kept_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[Any, Any] = {}
+    module = import_module("fzero.shard.rules.strategies")  # its folder has a function of that name
+    monkeypatch.setattr(module, "MOST", 3)
+    monkeypatch.setattr(module, "_kept", kept)
+    counts = []
+    for size in (2, 4, 4, 6, 8):
+        strategies(call(torch.ops.aten.relu.default, [torch.zeros(size)])[0], 2)
+        counts.append(len(kept))
+    assert counts == [1, 2, 2, 3, 1]
 
 
 def test_what_is_offered_for_each_op(golden: Callable[[str, str], None]) -> None:
