@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Loss, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(4)
 def test_forward_and_backward_are_torchs(name: str) -> None:
     """The complaint: CTC was refused, and the remedy was a recursion of thirty lines and T segments."""
     loss, leaves = CASES[name]

@@ -50,6 +50,7 @@ def test_what_somebody_else_has_frozen_stays_frozen_and_is_counted_once(monkeypa
 
 
 @pytest.mark.parametrize("rings", [100, 450])  # fewer than `MANY`; and more, of which `collect` within makes old ones
+@pytest.mark.sampled(1)
 def test_what_outlives_one_context_is_collected_after_some(rings: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a context froze is old to Python, which seldom walks old objects: each lowering left its program behind."""
     monkeypatch.setattr(collector, "MANY", 300)

@@ -182,6 +182,7 @@ def of_two_lengths(folder: str) -> str:
     return ""
 
 
+@pytest.mark.acceptance
 def test_lengths_that_differ_between_ranks_name_pad_to_and_the_collator(tmp_path: Path) -> None:
     outcomes = gloo(2, of_two_lengths, str(tmp_path))
     for outcome in outcomes:

@@ -80,6 +80,7 @@ def on_rank(folder: str) -> list[tuple[Any, Any]]:
     return [(dict(entries(trainer, "squares")), dict(entries(trainer, "places"))) for trainer in trainers]
 
 
+@pytest.mark.acceptance
 def test_ranks_log_their_mean(tmp_path: Path) -> None:
     (ours, stock), (other, beside) = values(gloo(2, on_rank, str(tmp_path)))
     assert ours == other

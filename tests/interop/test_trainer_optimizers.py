@@ -151,6 +151,7 @@ def adafactor_on_rank(folder: str) -> Any:
     return found
 
 
+@pytest.mark.acceptance
 def test_adafactor_over_two_ranks(tmp_path: Path) -> None:
     """Its factored moments are of whole matrices, whose gradients lie in slices."""
     for (ours, params), (stock, expected) in values(gloo(2, adafactor_on_rank, str(tmp_path))):

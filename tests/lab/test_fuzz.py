@@ -190,6 +190,7 @@ def test_a_run_goes_on_where_its_file_ends(tmp_path: Path, capsys: pytest.Captur
     assert "def loss(p, b):" in capsys.readouterr().out
 
 
+@pytest.mark.acceptance
 def test_lines_of_another_commit_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What failed there may be mended, and what passed broken: their cases run again, and only these count."""
     file = tmp_path / "out.jsonl"

@@ -23,7 +23,7 @@ WORDED = (ValueError, AttributeError, KeyError, NotImplementedError, AssertionEr
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_eager_refuses_is_refused_at_its_line(part: int) -> None:
     ran, unplaced = [], []
     for name, number, info, flat, treedef in wrong(part):

@@ -200,6 +200,7 @@ def offloaded(folder: Path) -> dict[str, str]:
     return printed
 
 
+@pytest.mark.acceptance
 def test_a_state_on_a_disk_on_two_ranks(tmp_path: Path) -> None:
     """The losses of no offload, and what was read and written, as the program said."""
     losses = {}

@@ -140,6 +140,7 @@ def test_a_rank_that_is_killed_in_a_step(tmp_path: Any) -> None:
         pytest.param("stop", "run", "p2p", marks=LONG),
     ],
 )
+@pytest.mark.acceptance
 def test_a_rank_of_a_grid_is_named_with_its_coordinates(how: str, kind: str, transfers: str, tmp_path: Any) -> None:
     """Role, coordinate, slot and op: of the rank that is gone, and of those that wait for it or for each other."""
     patience = 60.0 if how == "kill" else TIMEOUT
@@ -170,6 +171,7 @@ def test_a_rank_that_stays_in_the_programs_own_code(tmp_path: Any) -> None:
 
 
 @P2P_IS_LONG
+@pytest.mark.acceptance
 def test_a_rank_that_stays_in_a_segment(transfers: str, tmp_path: Any) -> None:
     _, messages, found = trouble(2, "stay", 1, transfers, "run", tmp_path)
     first = messages[0].partition("\n")[0]
@@ -270,6 +272,7 @@ def limited() -> Iterator[str]:
     yield ""
 
 
+@pytest.mark.acceptance
 def test_a_rank_that_the_kernel_kills_for_memory(limited: str) -> None:
     outcomes = gloo(2, worker.killed_for_memory, limited, timeout=120)
     assert outcomes[1].error == "Died: rank 1 with exit status -9"

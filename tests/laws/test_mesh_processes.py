@@ -100,6 +100,7 @@ def stepped(grids: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Te
 
 
 @pytest.mark.parametrize("world", ALONE)
+@pytest.mark.sampled(1)
 def test_a_data_axis_of_one_rank(world: int) -> None:
     """Ranks open no group for it, and no transfer names it."""
     ranks = values(gloo(world, stepped, ALONE[world]))

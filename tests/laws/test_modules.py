@@ -22,7 +22,7 @@ REFUSED = ("write running statistics in training", "gaussian_nll_loss asks", "tr
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_loss_and_gradients_are_torchs(part: int, whole: bool) -> None:
     ends: Counter[str] = Counter()
     wrong = []

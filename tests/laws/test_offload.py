@@ -273,6 +273,7 @@ def in_a_world(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=["2 shared", "2 p2p", "3"],
 )
+@pytest.mark.acceptance
 def test_ranks_with_files_of_their_own_give_the_same_bits(world: int, options: dict[str, Any], folder: Path) -> None:
     for found in values(gloo(world, in_a_world, folder, options)):
         losses, state, _, _ = found["none"]

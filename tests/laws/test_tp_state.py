@@ -208,6 +208,7 @@ def over_both(folder: str) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.acceptance
 def test_a_state_over_two_axes(tmp_path: Path) -> None:
     plain = run(spec(mesh={"tp": 2, "mp": 2}, shard=BOTH), params(), lambda r, s: batch(0, 1, s), world=4, steps=2)
     for whole in values(gloo(4, over_both, str(tmp_path))):

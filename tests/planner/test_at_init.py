@@ -206,6 +206,7 @@ def slow_ranks(rank_0_takes: float) -> str:
     return from_first("said" if world.rank == 0 else "", "planning", world.rank, world.size, world.group)
 
 
+@pytest.mark.acceptance
 def test_the_first_rank_may_think_longer_than_the_timeout() -> None:
     assert values(gloo(2, slow_ranks, 5.0)) == ["said", "said"]
 
