@@ -10,12 +10,8 @@ from torch import Tensor
 
 from fzero import backend
 from fzero.capture.provenance import describe
+from fzero.capture.refuse import MIXED
 from fzero.ir.op_info import of
-
-_NORM = (
-    "a layer mixes dtypes, as a BatchNorm does whose weight is cast and whose statistics are not. Keep all of the "
-    "layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
-)
 
 
 def why(op: Any, args: Sequence[Any]) -> str:
@@ -29,7 +25,7 @@ def why(op: Any, args: Sequence[Any]) -> str:
     if row.norm_weight is not None and isinstance(args[0], Tensor) and backend.of(args[0].device).on_host:
         own = [x for x in args[:5] if isinstance(x, Tensor)]
         if not _takes(own[0].dtype, {x.dtype for x in own[1:]}):
-            return f"is given {_shown(own)}: {_NORM}"
+            return f"is given {_shown(own)}: {MIXED}"
     return ""
 
 

@@ -271,6 +271,10 @@ def _op_without_rule(error: Exception) -> str | None:
     return f"{op} has no fake rule, which says its result's shape. Give it one: torch.library.register_fake({name!r})"
 
 
+MIXED = (
+    "a layer mixes dtypes, as a BatchNorm does whose weight is cast and whose statistics are not. Keep all of the "
+    "layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
+)
 _NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 _TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
@@ -278,10 +282,8 @@ _TORCH_SAYS = {
     "transpose_, resize_ and kin). Write x = x.squeeze() instead of x.squeeze_()",
     "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
     "runs. Use the torch function, or compute it outside the step and pass it in the batch",
-    "mixed dtype (CPU)": "a layer mixes a narrow and a wide dtype, as a BatchNorm does whose weight is cast and whose "
-    "statistics are not. Keep the layer wide: Precision(compute=..., keep={'**/bn*/**': 'fp32'})",
-    "expected scalar type": "a layer mixes dtypes, as a BatchNorm does whose weight is cast to the compute dtype and "
-    "whose statistics are not. Keep all of the layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})",
+    "mixed dtype (CPU)": MIXED,
+    "expected scalar type": MIXED,
     "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
     "of torch.tensor([x, y]) write torch.stack([x, y])",
     "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "

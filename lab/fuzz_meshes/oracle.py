@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.11.0, 2.13.0
 
 from lab.fuzz_meshes import optimizers
 from lab.fuzz_meshes.case import Recipe

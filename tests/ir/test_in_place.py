@@ -11,11 +11,10 @@ import opdb
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import optim, tree
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, TorchDispatchMode
 from fzero.ir import forms, in_place
 
 SHAPE, DTYPE, MEMORY = "doesn't match the broadcast shape", "can't be cast to the desired output", "single memory"
