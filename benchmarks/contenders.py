@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Step = Callable[[Batch], Tensor]  # one optimizer step; the loss of this rank's batch, before the step
 
 FROZEN_RATE = LEARNING_RATE / 1000  # by a second moment of one step: time is measured, `coded_loss` has the losses
-ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,14 @@ class Contender:
         return next((name for name in self.imports if importlib.util.find_spec(name.split(".")[0]) is None), None)
 
 
-def _adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, **ADAMW, fused=True)
+def adamw(size: Size, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """PyTorch's own, fused, as all contenders have it."""
+    return torch.optim.AdamW(parameters, **adamw_options(size))
+
+
+def adamw_options(size: Size) -> dict[str, Any]:
+    """Its arguments."""
+    return {"lr": size.rate, "weight_decay": WEIGHT_DECAY, "fused": True}
 
 
 def _trains(setup: Setup, net: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Step:
@@ -93,7 +98,7 @@ def _autocast(setup: Setup, net: Callable[..., Tensor]) -> Callable[..., Tensor]
 def alone(setup: Setup, compiled: bool = False) -> Step:
     model = setup.model()
     net = torch.compile(_autocast(setup, model)) if compiled else _autocast(setup, model)
-    return _trains(setup, net, _adamw(model.parameters()))
+    return _trains(setup, net, adamw(setup.size, model.parameters()))
 
 
 def ddp(setup: Setup, zero_redundancy: bool = False, hook: str = "") -> Step:
@@ -110,10 +115,10 @@ def ddp(setup: Setup, zero_redundancy: bool = False, hook: str = "") -> Step:
     optimizer: torch.optim.Optimizer
     if zero_redundancy:
         optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **ADAMW, fused=True
+            model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **adamw_options(setup.size)
         )
     else:
-        optimizer = _adamw(model.parameters())
+        optimizer = adamw(setup.size, model.parameters())
     forward = _autocast(setup, net)
     buckets: list[Tensor | None] = []
 
@@ -156,7 +161,7 @@ def fsdp2(setup: Setup, reshard: bool, compiled: bool = False, offload: bool = F
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=homes, reshard_after_forward=reshard)
     again = None if reshard else False
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=homes, reshard_after_forward=again)
-    return _trains(setup, model, _adamw(model.parameters()))
+    return _trains(setup, model, adamw(setup.size, model.parameters()))
 
 
 def nvme_path() -> str:
@@ -188,7 +193,7 @@ def deepspeed(setup: Setup, stage: int, nvme: bool = False) -> Step:
         "torch_autocast": {"enabled": setup.dtype == "bf16" and stage == 0, "dtype": "bfloat16"},
         "steps_per_print": 10**9,
     }
-    optimizer = _adamw(model.parameters())
+    optimizer = adamw(setup.size, model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     del model, optimizer
 
@@ -211,7 +216,7 @@ def fzero_spec(setup: Setup, zero: int, **options: Any) -> tuple[dict[str, Tenso
         loss=lambda params, batch: apply(params, buffers, batch["x"], batch["y"]),
         zero=zero,
         **{
-            "optimizer": optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+            "optimizer": optim.adamw(setup.size.rate, weight_decay=WEIGHT_DECAY),
             "precision": setup.dtype,
             "compile": "none",
             **options,

@@ -27,7 +27,7 @@ SEED = 0
 @dataclass(frozen=True)
 class Size:
     """A model and one rank's batch of `batch` sequences of `sequence` tokens. `inner` is the width inside an MLP;
-    the family is "gpt", "gpt_untied" or "llama"."""
+    the family is "gpt", "gpt_untied" or "llama"; `rate` is AdamW's learning rate."""
 
     layers: int
     width: int
@@ -37,6 +37,7 @@ class Size:
     batch: int
     inner: int
     family: str = "gpt"
+    rate: float = LEARNING_RATE
 
     @property
     def tokens(self) -> int:

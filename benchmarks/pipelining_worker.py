@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.contenders import ADAMW
-from benchmarks.model import LEARNING_RATE, WEIGHT_DECAY, Batch, Size, UntiedGPT, batches, cross_entropy, make_model
+from benchmarks.contenders import adamw
+from benchmarks.model import WEIGHT_DECAY, Batch, Size, UntiedGPT, batches, cross_entropy, make_model
 from benchmarks.worker import run_steps
 
 # Untied: torch.distributed.pipelining has no way to share a leaf between stages.
@@ -94,7 +94,7 @@ def by_torch(size_name: str) -> Step:
     del model
     stage = PipelineStage(module, role, roles, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES[size_name], loss_fn=cross_entropy)
-    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW, fused=True)
+    optimizer = adamw(size, module.parameters())
 
     def step(batch: Batch) -> float | None:
         found: list[Tensor] = []
@@ -121,7 +121,7 @@ def by_fzero(size_name: str, transfers: str, late: bool = False) -> Step:
     cut = [f"blocks/{layers[0]}" for layers in split(size.layers, roles)[1:]]
     spec = fzero.Spec(
         loss=lambda p, batch: apply(p, buffers, batch["x"], batch["y"]),
-        optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        optimizer=optim.adamw(size.rate, weight_decay=WEIGHT_DECAY),
         mesh={"pp": roles},
         pipeline=fzero.Pipeline("1f1b", cut=cut),
         microbatches=MICROBATCHES[size_name],

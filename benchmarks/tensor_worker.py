@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.contenders import ADAMW
-from benchmarks.model import LEARNING_RATE, SEED, WEIGHT_DECAY, Batch, Size, batches
+from benchmarks.contenders import adamw
+from benchmarks.model import SEED, WEIGHT_DECAY, Batch, Size, batches
 from benchmarks.pipelining_worker import Running, in_memory, in_rounds
 
 MESH = {"dp": 2, "tp": 2}
@@ -155,7 +155,7 @@ def by_torch(size: Size, sequence: bool) -> Made:
     fully_shard([model.model.norm, model.lm_head], mesh=mesh["dp"], reshard_after_forward=False)
     fully_shard(model, mesh=mesh["dp"])
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, **ADAMW, fused=True)
+    optimizer = adamw(size, parameters)
     positions = torch.arange(size.sequence)[None]
 
     def step(batch: Batch) -> float:
@@ -230,7 +230,7 @@ def by_fzero(size: Size, transfers: str, sequence: bool) -> Made:
     params, buffers, apply = from_module(model)
     spec = fzero.Spec(
         loss=lambda p, batch: cross_entropy(apply(p, buffers, input_ids=batch["x"]).logits, batch["y"]),
-        optimizer=optim.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        optimizer=optim.adamw(size.rate, weight_decay=WEIGHT_DECAY),
         mesh=MESH,
         shard=tp_plan(model),
         sequence="tp" if sequence else None,

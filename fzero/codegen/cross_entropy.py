@@ -32,17 +32,17 @@ REDUCED = (1, 2)  # `reduction`: mean, sum
 
 def by_rows(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph of a cluster with its cross entropies written so; itself where it has none."""
-    if not any(map(_is_one, gm.graph.nodes)):
+    if not any(map(is_loss, gm.graph.nodes)):
         return gm
     graph = segments.copied(gm.graph)
     for node in list(graph.nodes):
-        if _is_one(node):
+        if is_loss(node):
             _rewrite(graph, node)
     done = segments.module(graph)
     return fx_values.propagate(done, [n.meta["val"] for n in fx_nodes.placeholders(graph)])
 
 
-def _is_one(node: fx.Node) -> bool:
+def is_loss(node: fx.Node) -> bool:
     """Whether a node is a log_softmax over rows that a reduced loss and its gradient alone read."""
     if node.target is not aten._log_softmax.default or node.meta["val"].ndim != 2 or node.args[1] not in (1, -1):
         return False
@@ -77,21 +77,29 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 def _whole_rows(graph: fx.Graph, x: fx.Node) -> fx.Node:
     """The logits with the whole rows that they are the first columns of, the others -inf; else as they are."""
-    value, source, casts = x.meta["val"], x, 0
-    while source.target in CHAIN:
-        casts += source.target is aten._to_copy.default
-        source = fx_nodes.operand(source)
-    if source.target is not aten.slice.Tensor or source.meta["val"].shape != value.shape or casts > 1:
+    value, source = x.meta["val"], uncut(x)
+    if source is None:
         return x
-    wide, first = fx_nodes.operand(source).meta["val"], source.args[2] if len(source.args) > 2 else 0
-    if wide.shape[0] != value.shape[0] or first not in (0, None) or len(source.args) > 4:
-        return x
-    found = _cast(graph, fx_nodes.operand(source), value.dtype)
+    wide = source.meta["val"]
+    found = _cast(graph, source, value.dtype)
     columns = graph.call_function(aten.arange.default, (wide.shape[1],), {"device": value.device})
     outside = _call(graph, aten.ge.Scalar, columns, value.shape[1])
     found = _call(graph, aten.masked_fill.Scalar, found, outside, -math.inf)
     found.meta["val"] = torch.empty_like(wide, dtype=value.dtype)
     return found
+
+
+def uncut(x: fx.Node) -> fx.Node | None:
+    """The matrix of wider rows whose first columns logits are, but for one cast at most; None where there is none."""
+    value, source, casts = x.meta["val"], x, 0
+    while source.target in CHAIN:
+        casts += source.target is aten._to_copy.default
+        source = fx_nodes.operand(source)
+    if source.target is not aten.slice.Tensor or source.meta["val"].shape != value.shape or casts > 1:
+        return None
+    wide, first = fx_nodes.operand(source), source.args[2] if len(source.args) > 2 else 0
+    fits = wide.meta["val"].shape[0] == value.shape[0] and first in (0, None) and len(source.args) <= 4
+    return wide if fits else None
 
 
 def _kept(graph: fx.Graph, node: fx.Node, x: fx.Node) -> fx.Node:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import fx
 from fzero import backend
 from fzero._torch_compat import function_schema
 from fzero.codegen import clusters
+from fzero.codegen.own_kernels import OwnKernel, kernel_for
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import Op
 from fzero.ir.program import Program
@@ -30,11 +32,13 @@ AUTO_BYTES = 1 << 18  # the least that a stretch moves for how="auto": below it 
 
 class Fused:
     """A stretch as something to call: `fused(*inputs)` returns its results in fresh memory, `fused.out(*inputs, *outs)`
-    writes them into `outs`, which overlap no input. Inputs numbered in `writes` are written in place.
+    writes them into `outs`, which overlap no input but those of `over`. Inputs numbered in `writes` are written in
+    place.
 
     graph: the stretch, with its outs as trailing placeholders.
     like: a fake tensor for each result.
     run: executes the graph: its aten ops, until `fzero.runtime.compile_segments` sets what it has compiled.
+    own: fzero's own kernel for it on its device, if there is one.
     """
 
     __module__ = namespace = "fzero"
@@ -47,6 +51,18 @@ class Fused:
         self._layouts = [(tuple(x.shape), x.stride(), x.dtype) for x in like]
         self.run: Callable[..., Any] = graph.forward
         self._schema = function_schema(self.__name__, self.num_inputs, self.writes)  # fx keeps ops that have effects
+
+    @cached_property
+    def own(self) -> OwnKernel | None:
+        """The kernel."""
+        return kernel_for(self.graph) if backend.of(device_of(self.graph)).has_kernels else None
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """(the number of an input, that of the result that may lie in its memory), if its kernel allows it."""
+        if self.own is None or self.own.over is None:
+            return None
+        return self.own.over[0], self.own.over[1] - self.num_inputs
 
     def out(self, *tensors: torch.Tensor) -> None:
         """Writes the results into the last tensors; the first are the inputs."""

@@ -6,6 +6,7 @@ A gradient that is the sum of two terms holds its second term where the sum will
 
     a = mul(x, y); b = exp(a)              b lies where a lay
     t = mm(x, y); add.out(h, t, out=dest)  t lies in dest
+    x = mm(h, w); loss, dx = fused(x, y)   x lies where dx will lie, if the kernel says so (`Fused.over`)
 
 The column `overwrites` is of ops alone whose kernel reads each element before it writes that element. They were seen to
 give the same bits, but for the sign and payload of a NaN, which follow how a kernel walks over memory.
@@ -13,7 +14,8 @@ give the same bits, but for the sign and payload of a NaN, which follow how a ke
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,17 +42,24 @@ def apart(op: Op) -> frozenset[int]:
 
 
 def homes(
-    gm: fx.GraphModule, values: fx_values.Values, apart: frozenset[int], tiled: Collection[fx.Node] = ()
+    gm: fx.GraphModule,
+    values: fx_values.Values,
+    apart: frozenset[int],
+    tiled: Collection[fx.Node] = (),
+    over: Mapping[fx.Node, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[fx_values.Value, Home]:
     """{value: the value or the destination in whose memory it lies}, of the values that need no memory of their own.
 
     values: those of the segment, with their lives. apart: as `apart` gives it. tiled: nodes whose values are never
-    whole (`fzero.codegen.tiling`).
+    whole (`fzero.codegen.tiling`). over: of stretches, an operand and the result that may be written over it, as
+    numbers (`Fused.over`).
     """
     holders = fx_nodes.placeholders(gm.graph)
     free = {holders[i] for i in apart}
     takes: dict[fx_values.Value, Home] = {}
     for position, node in enumerate(gm.graph.nodes):
+        if node in over:
+            takes |= _under(node, over[node], values, position)
         result = _result(node, free)
         if result is None or node in tiled:
             continue
@@ -66,6 +75,22 @@ def homes(
                 takes[key] = result
                 break
     return {key: _final(takes, key) for key in takes}
+
+
+def _under(
+    call: fx.Node, over: tuple[int, int], values: fx_values.Values, position: int
+) -> dict[fx_values.Value, Home]:
+    """{an operand of a stretch that nothing reads later: the result that is written over it}."""
+    operand = fx_nodes.operand(call, over[0])
+    key, result = _own(operand, values), dict(fx_values.results(call)).get(over[1])
+    if key is None or result is None or values.lives[key][1] != position:
+        return {}
+    if [n for n in call.all_input_nodes if key in fx_values.memory(n)] != [operand]:
+        return {}
+    value, memory = operand.meta["val"], dict(fx_values.results(key[0]))[key[1]]
+    whole = value.is_contiguous() and result.is_contiguous() and value.dtype == result.dtype == memory.dtype
+    sizes = {fx_values.extent_bytes(x) for x in (value, result, memory)}
+    return {key: (call, over[1])} if whole and len(sizes) == 1 else {}
 
 
 def _final(takes: dict[fx_values.Value, Home], key: fx_values.Value) -> Home:

@@ -7,28 +7,56 @@ A compiler sums rows in a second pass over what the first one wrote, or adds par
     stack of three, permute, clone, and the sum of its rows
     native_layer_norm_backward, what is added to its first result, and the sum of those rows
 
+A compiler reads the rows of a vocabulary's loss twice for their sum of exponentials, and does not know that their
+gradient may lie where they lay. `fzero.kernels.softmax_loss` is
+
+    log_softmax, nll_loss, and the gradient of both
+
 A stretch that is not exactly one of them is compiled as others are.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from fzero.codegen import cross_entropy
 from fzero.ir import fx_nodes
-from fzero.kernels import FLOATS, WIDEST, Kernel
+from fzero.kernels import FLOATS, NORM_ROWS, TALL, WIDEST, Kernel
 
 aten = torch.ops.aten
 FLAT = (aten.view.default, aten._unsafe_view.default)  # views that keep the order of elements
+FILES = {"softmax_loss": "softmax_loss"}  # of functions that are not in `row_sums`
 
 
-def kernel_for(gm: fx.GraphModule) -> Callable[..., None] | None:
-    """The function that does what the graph of a stretch does, with its tensors as arguments; None where there is none.
+@dataclass(frozen=True)
+class OwnKernel:
+    """What runs a stretch: called with the tensors of its graph.
+
+    name: the function of `fzero.kernels`. places: which tensor each of its operands is, None where it has none.
+    options: its other arguments. heap: bytes that it allocates. over: the tensor that it reads, and the one that it may
+    write in the same memory.
+    """
+
+    name: str
+    places: Sequence[int | None]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    heap: int = 0
+    over: tuple[int, int] | None = None
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Runs it."""
+        _run(self.name, self.places, self.options, *tensors)
+
+
+def kernel_for(gm: fx.GraphModule) -> OwnKernel | None:
+    """What does all that the graph of a stretch does; None where there is none.
 
     It is for a device that has Triton. The file of the kernels is imported at the first call.
     """
@@ -36,21 +64,17 @@ def kernel_for(gm: fx.GraphModule) -> Callable[..., None] | None:
     for target, match in MATCHES.items():
         node = shape.only(target)
         if node is not None:
-            found = match(shape, node)
-            return partial(_run, *found) if found is not None and shape.is_plain(found[1]) else None
+            return match(shape, node)
     return None
 
 
-def _run(name: str, places: Sequence[int | None], options: dict[str, Any], *tensors: torch.Tensor) -> None:
+def _run(name: str, places: Sequence[int | None], options: Mapping[str, Any], *tensors: torch.Tensor) -> None:
     _function(name)(*(None if place is None else tensors[place] for place in places), **options)
 
 
 @cache
 def _function(name: str) -> Callable[..., None]:
-    return Kernel("row_sums", name, fits=bool).launch
-
-
-Found = tuple[str, list[int | None], dict[str, Any]]  # a function of `row_sums`, which tensors it takes, its options
+    return Kernel(FILES.get(name, "row_sums"), name, fits=bool).launch
 
 
 class _Shape:
@@ -111,17 +135,18 @@ class _Shape:
         return used[0].dtype in FLOATS and small <= {torch.float32}
 
 
-def _gelu(shape: _Shape, node: fx.Node) -> Found | None:
+def _gelu(shape: _Shape, node: fx.Node) -> OwnKernel | None:
     total = shape.total_of(node)
     if total is None or not shape.is_whole(node, total):
         return None
     places = [shape.given(node.args[0]), shape.given(node.args[1]), shape.written(node), shape.written(total)]
-    whole = None not in places and _contiguous(node, node.args[0], node.args[1])
-    approximate = node.kwargs.get("approximate", "none")
-    return ("gelu_backward_sum", places, {"approximate": approximate}) if whole else None
+    if None in places or not _contiguous(node, node.args[0], node.args[1]) or not shape.is_plain(places):
+        return None
+    options = {"approximate": node.kwargs.get("approximate", "none")}
+    return OwnKernel("gelu_backward_sum", places, options, _partial_bytes(node, total, TALL))
 
 
-def _pack(shape: _Shape, node: fx.Node) -> Found | None:
+def _pack(shape: _Shape, node: fx.Node) -> OwnKernel | None:
     stack: Any = node.args[0]
     clone, permute = shape.only(aten.clone.default), next(iter(node.users), None)
     total = None if clone is None else shape.total_of(clone, clone.meta["val"][0, 0].numel())
@@ -136,10 +161,12 @@ def _pack(shape: _Shape, node: fx.Node) -> Found | None:
     vals = [x.meta["val"] for x in stack]
     same = len({(x.shape, x.stride(), x.dtype) for x in vals}) == 1 and vals[0].stride(-1) == 1
     places = [shape.place.get(x) for x in stack] + [shape.written(clone), shape.written(total)]
-    return ("pack_sum", places, {}) if same and None not in places and _contiguous(clone) else None
+    if not same or None in places or not _contiguous(clone) or not shape.is_plain(places):
+        return None
+    return OwnKernel("pack_sum", places, heap=_partial_bytes(clone, total, TALL))
 
 
-def _norm(shape: _Shape, node: fx.Node) -> Found | None:
+def _norm(shape: _Shape, node: fx.Node) -> OwnKernel | None:
     args: Any = node.args
     grad, x, width, mean, rstd, weight, _, wanted = args
     parts = {user.args[1]: user for user in node.users}
@@ -165,7 +192,78 @@ def _norm(shape: _Shape, node: fx.Node) -> Found | None:
         return None
     numbers = mean.meta["val"].dtype == torch.float32 and _contiguous(mean, rstd)
     like = _contiguous(made, grad, x, weight, residual or x)
-    return ("layer_norm_backward_sums", places, {}) if numbers and like else None
+    if not numbers or not like or not shape.is_plain(places):
+        return None
+    sums = 2 if total is None else 3
+    return OwnKernel("layer_norm_backward_sums", places, heap=sums * _partial_bytes(made, weight, NORM_ROWS))
+
+
+def _loss(shape: _Shape, node: fx.Node) -> OwnKernel | None:
+    forward, back, end = (shape.only(target) for target in LOSS)
+    if not forward or not back or not end or not cross_entropy.is_loss(node) or node.meta["val"].dtype != torch.float32:
+        return None
+    names: dict[Any, fx.Node] = {user.args[1]: user for user in forward.users}
+    _, target, _, reduction, ignored = forward.args
+    same = back.args[2:6] == (target, None, reduction, ignored) and back.args[6] is names.get(1)
+    before, after = _before(fx_nodes.operand(node)), _after(shape, end)
+    if not same or 0 not in names or before is None or after is None:
+        return None
+    (rows, *casts), (*pads, last) = before, after
+    grad: Any = back.args[0]
+    ones = grad.target is aten.ones_like.default
+    if not shape.is_whole(node, forward, back, end, *casts, *pads, last, names[0], *([grad] if ones else [])):
+        return None
+    places = [shape.place.get(rows), shape.given(target), None if ones else shape.given(grad)]
+    places += [shape.written(names[0]), shape.written(last)]
+    wide, out = rows.meta["val"], last.meta["val"]
+    alike = wide.ndim == 2 and (wide.numel(), wide.shape[1]) == (out.numel(), out.shape[-1]) and _contiguous(rows, last)
+    first, into = places[0], places[4]
+    if first is None or into is None or None in (places[1], places[3]) or (places[2] is None and not ones) or not alike:
+        return None
+    if not shape.is_plain([first, into]):
+        return None
+    options = {"columns": node.meta["val"].shape[1], "mean": reduction == 1, "ignored": ignored}
+    return OwnKernel("softmax_loss", places, options, 8 * len(wide) + 4, (first, into))
+
+
+def _before(x: fx.Node) -> list[fx.Node] | None:
+    """The matrix that logits are read from, and their one cast, if they have one; None where they have more."""
+    wide, casts = cross_entropy.uncut(x), []
+    while x is not wide and (x.target in cross_entropy.CHAIN or wide is not None):
+        casts += [x] if x.target is aten._to_copy.default else []
+        x = fx_nodes.operand(x)
+    return [x, *casts] if len(casts) < 2 else None
+
+
+def _after(shape: _Shape, end: fx.Node) -> list[fx.Node] | None:
+    """The ops from a gradient to what is written: one cast at most, and a pad."""
+    ops = [end]
+    node: fx.Node | None = end
+    while shape.written(ops[-1]) is None:
+        node = _only_reader(node) if node is not None else None
+        if node is None or node.target not in (*cross_entropy.CHAIN, aten.constant_pad_nd.default):
+            return None
+        ops += [] if fx_nodes.is_view(node) else [node]
+    casts = [n for n in ops if n.target is aten._to_copy.default]
+    pads = [n for n in ops if n.target is aten.constant_pad_nd.default]
+    behind = all(_pads_columns(pad) for pad in pads)
+    return ops if len(casts) < 2 and len(pads) < 2 and behind else None
+
+
+def _pads_columns(pad: fx.Node) -> bool:
+    """Whether a pad puts zeros behind the rows of a matrix."""
+    more: Any = pad.args[1]
+    return len(pad.args) == 2 and not pad.kwargs and more[0] == 0 and not any(more[2:])
+
+
+def _only_reader(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _partial_bytes(made: fx.Node, total: fx.Node, rows: int) -> int:
+    """Bytes of the fp32 sums of blocks of rows."""
+    width = total.meta["val"].numel()
+    return 4 * width * -(-made.meta["val"].numel() // (width * rows))
 
 
 def _alike(into: fx.Node, source: fx.Node) -> bool:
@@ -180,8 +278,10 @@ def _contiguous(node: fx.Node, *others: Any) -> bool:
     return all(v.is_contiguous() and v.dtype == vals[0].dtype for v in vals)
 
 
-MATCHES: dict[Any, Callable[[_Shape, fx.Node], Found | None]] = {
+LOSS = (aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default)
+MATCHES: dict[Any, Callable[[_Shape, fx.Node], OwnKernel | None]] = {
     aten.native_layer_norm_backward.default: _norm,
     aten.gelu_backward.default: _gelu,
     aten.stack.default: _pack,
+    aten._log_softmax.default: _loss,
 }

@@ -72,7 +72,9 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
     lives = {key: life for key, life in lives.items() if not is_widened(key[0]) and key not in taken}
     values = fx_values.Values(lives, values.outputs)
     tiled = {node for chain in chains for node in chain.nodes[:-1]}
-    homes = inplace.homes(gm, values, apart, tiled)
+    stretches = {node: node.target for node in gm.graph.nodes if isinstance(node.target, Fused)}
+    over = {node: fused.over for node, fused in stretches.items() if fused.over is not None}
+    homes = inplace.homes(gm, values, apart, tiled, over)
     held: Lives = {}  # of the values that have memory in the workspace, with those that lie in it
     for key, (first, last, nbytes) in lives.items():
         home = homes.get(key, key)
@@ -108,9 +110,11 @@ def heap_bytes(node: fx.Node) -> int:
     """The most bytes that a node's call asks the allocator for: a kernel's own memory, and results to be copied."""
     if node.target is SCAN:
         return sum(value.nbytes for _, value in fx_values.results(node)) + _step_bytes(node)
+    if isinstance(node.target, Fused):
+        return node.target.own.heap if node.target.own is not None else 0
     if out_forms.is_by_columns(node):
         return workspace_bytes(node) + out_forms.columns_bytes(node)
-    direct = isinstance(node.target, Fused) or out_forms.special_form(node) or out_forms.form_of(node)
+    direct = out_forms.special_form(node) or out_forms.form_of(node)
     own = 0 if direct else sum(value.untyped_storage().nbytes() for _, value in fx_values.results(node))
     return workspace_bytes(node) + own
 

@@ -17,9 +17,10 @@ from torch import fx
 
 from fzero import backend
 from fzero._torch_compat import inductor_count
-from fzero.codegen import inplace, out_forms, own_kernels, segment_memory
+from fzero.codegen import inplace, out_forms, segment_memory
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
+from fzero.codegen.own_kernels import OwnKernel
 from fzero.codegen.widened import is_widened, narrowed
 from fzero.cost.memory import account
 from fzero.cost.node_work import CallWork, seconds, with_copies, work_of
@@ -141,11 +142,7 @@ def counted_by_inductor(program: Program, how: str | None) -> dict[str, tuple[in
     calls = backend.CUDA.calls
     if calls.available() or not calls.traceable():
         raise FzeroError("Inductor's code for CUDA is counted in a process of `fzero fake-cuda SCRIPT`: start it so")
-    left = {
-        digest: cluster.graph
-        for digest, cluster in fuse(program, how)[1].items()
-        if own_kernels.kernel_for(cluster.graph) is None
-    }
+    left = {digest: cluster.graph for digest, cluster in fuse(program, how)[1].items() if cluster.own is None}
     return {digest: _by_inductor(graph) for digest, graph in left.items()}
 
 
@@ -184,11 +181,18 @@ def _of_cluster(node: fx.Node, counted: Mapping[str, tuple[int, int]]) -> CallWo
     if cluster.digest in counted:
         kernels, nbytes = counted[cluster.digest]
         return replace(work, kernels=kernels, read=nbytes - work.written)
-    if own_kernels.kernel_for(cluster.graph) is not None:
-        return replace(work, kernels=2)  # the second one adds up partial sums
+    if cluster.own is not None:
+        return _of_own(work, cluster.own, node)
     inside = [n for n in cluster.graph.graph.nodes if fx_nodes.is_compute(n)]
     reductions = sum(of(n.target).fusion == "loop" and not fx_nodes.is_pointwise(n) for n in inside)
     return replace(work, kernels=max(1, reductions))
+
+
+def _of_own(work: CallWork, own: OwnKernel, node: fx.Node) -> CallWork:
+    """Of fzero's own kernel: a second one adds up partial sums. What lies where it is written is read once more, by the
+    kernel that needs all of it first."""
+    again = fx_nodes.operand(node, own.over[0]).meta["val"].nbytes if own.over is not None else 0
+    return replace(work, kernels=2 + (own.over is not None), read=work.read + again)
 
 
 def _not_read(node: fx.Node) -> int:

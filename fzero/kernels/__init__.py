@@ -10,6 +10,7 @@
 | `codec_kernels` | block codecs: int8 and fp8, int4, signs; and back; a sum of messages | 5.06, 4.56, 4.19 |
 | `block_sparse` | attention over blocks of pairs, and its backward               | |
 | `row_sums` | gradients whose rows are added up in the pass that makes them    | |
+| `softmax_loss` | the loss over a vocabulary and its gradient                  | |
 | `philox`   | random numbers                                               | 4 |
 
 `fzero.ir.op_info.kernel_for` returns the kernel that can replace an operator.
@@ -28,6 +29,8 @@ from fzero import backend
 from fzero.kernels.codecs import CODECS
 
 WIDEST = 8192  # columns of a norm's row in `row_sums`, which one program holds
+NORM_ROWS = 32  # rows of a program of a norm's backward, one after the other
+TALL = 64  # rows of a program of the others in `row_sums`
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -11,22 +11,23 @@ rounded to its dtype. Each program keeps the sums of a block of rows in register
 a second kernel adds the blocks. There are no atomics, and the blocks depend on the shapes alone: the bits repeat on any
 device.
 
-Byte floor: an element of what is read and of what is written; of partial sums 4 in 16 rows.
+Byte floor: an element of what is read and of what is written; of partial sums 4 in 32 rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.kernels import NORM_ROWS, TALL
 from fzero.kernels._triton import exact, jit, launch, rounded, tl, triton, wide
 
-ROWS = 16  # of a program of the norm's backward, one after the other
-TALL = 64  # rows of a program of the others, `TILE` at a time
-TILE = 8
-COLUMNS = 256
+GELU: dict[str, Any] = {"TILE": 8, "COLUMNS": 256}  # rows and columns that a program takes at a time
+PACK: dict[str, Any] = {"TILE": 32, "COLUMNS": 64}
+ON_CHIP = 12 << 10  # bytes of a norm's row that may be fetched two rows ahead: four operands on an H100, A100 or L40S
 
 
 # ---- device functions ------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def _gelu_kernel(  # type: ignore[no-untyped-def]
     block = tl.program_id(0) // across
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for first in range(0, TALL, TILE):
+    for first in tl.range(0, TALL, TILE, num_stages=3):  # the next rows are on their way
         row = block * TALL + first + tl.arange(0, TILE)
         there = (row < rows)[:, None] & (column < width)[None, :]
         at = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -97,14 +98,14 @@ def _pack_kernel(  # type: ignore[no-untyped-def]
 @jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
     out, partial, grad, x, mean, rstd, weight, residual, rows, width, RESIDUAL: tl.constexpr, SUMS: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < width
     for_weight = tl.zeros([BLOCK], tl.float32)
     for_bias = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for number in tl.range(0, ROWS, num_stages=3):  # the next rows are on their way
+    for number in tl.range(0, ROWS, num_stages=STAGES):
         row = tl.program_id(0) * ROWS + number
         there = inside & (row < rows)
         at = row.to(tl.int64) * width + column
@@ -169,10 +170,10 @@ def gelu_backward_sum(grad: Tensor, x: Tensor, out: Tensor, total: Tensor, *, ap
     width = total.numel()
     rows = grad.numel() // width
     partial = torch.empty(triton.cdiv(rows, TALL), width, dtype=torch.float32, device=grad.device)
-    programs = partial.shape[0] * triton.cdiv(width, COLUMNS)
+    programs = partial.shape[0] * triton.cdiv(width, GELU["COLUMNS"])
     launch(
         _gelu_kernel, programs, grad.device, out, partial, grad, x, rows, width, TANH=approximate == "tanh", TALL=TALL,
-        TILE=TILE, COLUMNS=COLUMNS,
+        **GELU,
     )  # fmt: skip
     _fold(partial, [total])
 
@@ -183,10 +184,10 @@ def pack_sum(first: Tensor, second: Tensor, third: Tensor, out: Tensor, total: T
     batch, heads, length, dim = first.shape
     width, rows = heads * dim, batch * length
     partial = torch.empty(triton.cdiv(rows, TALL), 3 * width, dtype=torch.float32, device=first.device)
-    programs = 3 * partial.shape[0] * triton.cdiv(width, COLUMNS)
+    programs = 3 * partial.shape[0] * triton.cdiv(width, PACK["COLUMNS"])
     exact(
         _pack_kernel, programs, first.device, out, partial, first, second, third, rows, length, width,
-        *first.stride()[:3], dim, TALL=TALL, TILE=TILE, COLUMNS=COLUMNS,
+        *first.stride()[:3], dim, TALL=TALL, **PACK,
     )  # fmt: skip
     _fold(partial, [total])
 
@@ -200,11 +201,12 @@ def layer_norm_backward_sums(
     width = weight.numel()
     rows = grad.numel() // width
     sums = [for_weight, for_bias, *([] if total is None else [total])]
-    partial = torch.empty(triton.cdiv(rows, ROWS), len(sums) * width, dtype=torch.float32, device=grad.device)
+    partial = torch.empty(triton.cdiv(rows, NORM_ROWS), len(sums) * width, dtype=torch.float32, device=grad.device)
     block = triton.next_power_of_2(width)
     launch(
         _norm_kernel, partial.shape[0], grad.device, out, partial, grad, x, mean, rstd, weight,
         x if residual is None else residual, rows, width, RESIDUAL=residual is not None, SUMS=len(sums), BLOCK=block,
-        ROWS=ROWS, num_warps=max(4, min(16, block // 256)),
+        ROWS=NORM_ROWS, STAGES=3 if block * grad.element_size() <= ON_CHIP else 1,
+        num_warps=max(4, min(16, block // 256)),
     )  # fmt: skip
     _fold(partial, sums)

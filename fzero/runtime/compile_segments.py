@@ -32,9 +32,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import backend, private_folder, progress
+from fzero import private_folder, progress
 from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_lacks
-from fzero.codegen import own_kernels
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
 from fzero.comm.agree import gathered
@@ -124,7 +123,9 @@ def _failed(stretches: Sequence[Fused], errors: Mapping[str, str], world_size: i
 def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool) -> dict[str, str]:
     """Compiles with workers, or (`alone`) loads the results of another rank. What fzero has a kernel for takes that."""
     errors: dict[str, str] = {}
-    stretches = _without_kernels(stretches, device)
+    for stretch in stretches:
+        stretch.run = stretch.own or stretch.run
+    stretches = [stretch for stretch in stretches if stretch.own is None]
     shown = progress.shown("loading what is compiled" if alone else "compiling", len(stretches), "stretches")
     with shown, tempfile.TemporaryDirectory() as folder:
         for stretch in stretches[:1]:  # it leaves the precompiled headers; else each worker would make them
@@ -141,18 +142,6 @@ def _compile_here(stretches: Sequence[Fused], device: torch.device, alone: bool)
         for stretch in later:  # from the cache, where the workers left it
             _compile(stretch, device, errors)
     return errors
-
-
-def _without_kernels(stretches: Sequence[Fused], device: torch.device) -> list[Fused]:
-    """Gives the stretches that fzero has kernels for those; returns the others."""
-    left = []
-    for stretch in stretches:
-        kernel = own_kernels.kernel_for(stretch.graph) if backend.of(device).has_kernels else None
-        if kernel is not None:
-            stretch.run = kernel
-        else:
-            left.append(stretch)
-    return left
 
 
 def _compile(stretch: Fused, device: torch.device, errors: dict[str, str]) -> None:

@@ -16,7 +16,18 @@ from torch import Tensor
 from fzero import optim
 from fzero._torch_compat import fused_adam_, fused_adamw_
 from fzero.ir.op_info import kernel_for
-from fzero.kernels import KERNELS, adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, row_sums
+from fzero.kernels import (
+    KERNELS,
+    adam8_kernel,
+    adamw,
+    cast,
+    codec_kernels,
+    codecs,
+    flat_norms,
+    hyper,
+    row_sums,
+    softmax_loss,
+)
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS, BlockCodec
 from fzero.optim import _adam8
@@ -308,3 +319,27 @@ def test_packing_sums_its_columns(turned: bool) -> None:
     assert torch.equal(out, wanted)
     exact = wanted.double().view(600, 960).sum(0)
     assert (total.double() - exact).norm() <= 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize(("columns", "width"), [(257, 257), (50257, 50304), (32000, 32000)])
+def test_the_loss_over_a_vocabulary(columns: int, width: int, dtype: torch.dtype) -> None:
+    """As in fp64 on the CPU, also over the logits; the bits repeat."""
+    x = (5 * _rows(100, width, dtype=F32, seed=0)).to(dtype)
+    target = torch.randint(0, columns, (100,), generator=torch.Generator().manual_seed(1))
+    target[::7] = -100
+    exact = x[:, :columns].double().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(exact, target)
+    wanted.backward()
+    options = {"columns": columns, "mean": True, "ignored": -100}
+    on, where = x.cuda(), target.cuda()
+    out, loss, again = torch.full_like(on, 3.0), torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
+    softmax_loss.softmax_loss(on, where, None, loss, out, **options)
+    softmax_loss.softmax_loss(on, where, None, again, on, **options)
+    assert torch.equal(loss, again)
+    assert torch.equal(out, on)
+    assert abs(float(loss) - float(wanted)) <= 1e-5 * float(wanted)
+    assert exact.grad is not None
+    room = {F32: 1e-5, BF16: 1e-2, F16: 2e-3}[dtype]
+    assert (out[:, :columns].cpu().double() - exact.grad).norm() <= room * exact.grad.norm()
+    assert not out[:, columns:].any()

@@ -39,6 +39,7 @@ from fzero.kernels import (
     flat_norms,
     philox,
     row_sums,
+    softmax_loss,
 )
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS, BlockCodec, message_bytes
@@ -60,7 +61,14 @@ compiles = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 
 @needs_triton
 @pytest.mark.parametrize(
-    "file", ["interpreted_kernels.py", "interpreted_adam8.py", "interpreted_sparse.py", "interpreted_row_sums.py"]
+    "file",
+    [
+        "interpreted_kernels.py",
+        "interpreted_adam8.py",
+        "interpreted_sparse.py",
+        "interpreted_row_sums.py",
+        "interpreted_softmax_loss.py",
+    ],
 )
 @pytest.mark.sampled(1)
 def test_numbers_in_the_interpreter(file: str, whole: bool) -> None:
@@ -144,6 +152,7 @@ def launches(first: int) -> Iterator[Any]:
         yield partial(codec_kernels.decode_sum, codec, message(codec, 3).view(3, -1), 3)
     yield from sparse_launches(first)
     yield from row_sum_launches(first)
+    yield from loss_launches(first)
     keys = torch.zeros(3, 2, dtype=INT64)
     for dtype, normal in ((F32, True), (F32, False), (F64, True), (BF16, False), (F16, True)):
         yield partial(philox.fill, torch.empty(3, size, dtype=dtype), keys, normal=normal)
@@ -185,6 +194,15 @@ def row_sum_launches(first: int) -> Iterator[Any]:
         yield partial(row_sums.pack_sum, *heads, torch.zeros(3 * 32 * width, dtype=dtype), torch.zeros(3 * width))
 
 
+def loss_launches(first: int) -> Iterator[Any]:
+    """Of the loss over a vocabulary: as it is, and in wider rows."""
+    for dtype, columns, width in ((F32, 1000, 1000), (BF16, 50257, 50304), (F16, 257, 257)):
+        x = torch.zeros(4 * width + first, dtype=dtype)[first:].view(4, width)
+        target, one = torch.zeros(4, dtype=INT64), torch.ones(())
+        for mean, grad in ((True, None), (False, one)):
+            yield partial(softmax_loss.softmax_loss, x, target, grad, one, x, columns=columns, mean=mean, ignored=-100)
+
+
 def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any, ...]]:
     """The different kernels launched: name and types to (kernel, signature, constants, attributes, options)."""
     found: dict[str, tuple[Any, ...]] = {}
@@ -197,6 +215,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, first: int) -> dict[str, tuple[Any
 
     monkeypatch.setattr(_triton, "launch", record)
     monkeypatch.setattr(row_sums, "launch", record)
+    monkeypatch.setattr(softmax_loss, "launch", record)
     monkeypatch.setattr(philox, "launch", record)
     for call in launches(first):
         call()

@@ -528,6 +528,9 @@ def compiled_stretches() -> None:
 UNCOMPILED = mock.patch.object(compile_segments, "inductor_compile", lambda gm, _: gm.forward)
 
 
+ROWS = ("gelu_backward_sum", "layer_norm_backward_sums")
+
+
 @scenario(1)
 def a_compiled_transformer() -> None:
     """A block with biases: gradients whose rows are added up, by kernels of fzero's own; one graph replays them."""
@@ -564,7 +567,7 @@ def a_compiled_transformer() -> None:
             for _ in range(3):
                 state = fzero.step(state, x.to(where))
         found.append((float(state.metrics["loss"]), fzero.tree.flatten(fzero.unshard(state.params))[1]))
-    assert set(used) == {"gelu_backward_sum", "layer_norm_backward_sums"}
+    assert set(ROWS) <= set(used) <= {*ROWS, "pack_sum"}, used  # by where attention leaves the heads
     heads = [
         torch.randn(2, 3, 4, 8, generator=generator).to(HERE) for _ in range(3)
     ]  # as attention on CUDA leaves them
@@ -614,6 +617,35 @@ def results_that_are_handed_on() -> None:
         for a, b in zip(*ends, strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-6)
     assert len(taken) == 4, "of each op, the first step and the graph of the others"
+
+
+@scenario(1)
+def a_loss_over_a_vocabulary() -> None:
+    """Its gradient lies where the logits lay, which are padded where the device has 16-bit products."""
+    x, y = torch.linspace(-1, 1, 60).view(6, 10), torch.tensor([0, 3, -100, 8, 8, 1])
+    params = {"w": torch.linspace(-1, 1, 90).view(10, 9).cos()}
+
+    def its_loss(p: Any, b: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy((b["x"] @ p["w"]).float(), b["y"])
+
+    for precision, far in (("fp32", 1e-5), ("bf16", 2e-2)):
+        ends, used = [], []
+        run = own_kernels._run
+
+        def noted(name: str, places: Any, options: Any, *tensors: Any, used: list[Any] = used, run: Any = run) -> None:
+            used.append((name, tensors[places[0]].data_ptr() == tensors[places[4]].data_ptr()))
+            run(name, places, options, *tensors)
+
+        for where, how in ((HERE, "inductor"), ("cpu", "none")):
+            spec = fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=where, compile=how, precision=precision)
+            with UNCOMPILED, mock.patch.object(own_kernels, "_run", noted):
+                state = fzero.init(params, spec)
+                for _ in range(3):
+                    state = fzero.step(state, {"x": x.to(where), "y": y.to(where)})
+            ends.append((float(state.metrics["loss"]), fzero.unshard(state.params)["w"].cpu()))
+        assert set(used) == {("softmax_loss", True)}, used
+        assert abs(ends[0][0] - ends[1][0]) < far
+        torch.testing.assert_close(ends[0][1], ends[1][1], rtol=far, atol=far)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
