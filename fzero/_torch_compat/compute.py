@@ -135,6 +135,14 @@ def inductor_rounds(device_type: str) -> bool:
     return device_type != "cpu" or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
+CODE = {  # options that decide what code Inductor writes, on every device
+    "compile_threads": 1,  # one kernel or two in a graph: a pool of processes costs more than it saves
+    "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
+    "pattern_matcher": False,  # it drops a cast to bf16 and back
+    "deterministic": True,  # else each process times on its device how to sum a row, and ranks differ in bits
+}
+
+
 def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """The graph compiled for inputs of these shapes, strides and dtypes, or loaded from Inductor's cache on disk.
 
@@ -143,11 +151,9 @@ def inductor_compile(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -
     from torch._inductor import standalone_compile
 
     options = {
+        **CODE,
         "cpp.threads": torch.get_num_threads(),  # it is part of the compiled code, so it belongs into the cache's key
         "cpp.vec_isa_ok": True,  # trust the CPU's flags: trying each set of instructions out takes five seconds
-        "compile_threads": 1,  # one kernel or two in a graph: a pool of processes costs more than it saves
-        "emulate_precision_casts": True,  # rounds to bf16 where the graph does: with the next line stages stay equal
-        "pattern_matcher": False,  # it drops a cast to bf16 and back
     }
     with ONE_THREAD, torch.no_grad(), _one_key_in_all_processes(), rows_in_registers():
         return standalone_compile(

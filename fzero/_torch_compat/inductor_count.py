@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from fzero._torch_compat.compute import CODE
 from fzero._torch_compat.inductor_choices import rows_in_registers
 from fzero._torch_compat.trace import ONE_THREAD, FakeTensor, FakeTensorMode
 
@@ -46,8 +47,8 @@ def inductor_count(gm: torch.fx.GraphModule, likes: Sequence[torch.Tensor]) -> t
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     metrics.reset()
     options = {
-        "emulate_precision_casts": True, "pattern_matcher": False, "compile_threads": 1, "fx_graph_cache": False,
-        "triton.autotune_at_compile_time": False, "joint_graph_constant_folding": False,
+        **CODE, "fx_graph_cache": False, "triton.autotune_at_compile_time": False,
+        "joint_graph_constant_folding": False,
     }  # fmt: skip
     written = mock.patch.object(GraphLowering, "compile_to_module", stop)
     with _an_h100(), ONE_THREAD, torch.no_grad(), rows_in_registers(), written:

@@ -29,7 +29,7 @@ from fzero import backend
 from fzero.kernels.codecs import CODECS
 
 WIDEST = 8192  # columns of a norm's row in `row_sums`, which one program holds
-NORM_ROWS = 32  # rows of a program of a norm's backward, one after the other
+NORM_ROWS = 16  # rows of a program of a norm's backward, one after the other
 TALL = 64  # rows of a program of the others in `row_sums`
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,7 +11,7 @@ rounded to its dtype. Each program keeps the sums of a block of rows in register
 a second kernel adds the blocks. There are no atomics, and the blocks depend on the shapes alone: the bits repeat on any
 device.
 
-Byte floor: an element of what is read and of what is written; of partial sums 4 in 32 rows.
+Byte floor: an element of what is read and of what is written; of partial sums 4 in 16 rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from fzero.kernels import NORM_ROWS, TALL
 from fzero.kernels._triton import exact, jit, launch, rounded, tl, triton, wide
 
-GELU: dict[str, Any] = {"TILE": 8, "COLUMNS": 256}  # rows and columns that a program takes at a time
+GELU: dict[str, Any] = {"TILE": 16, "COLUMNS": 128}  # rows and columns that a program takes at a time
 PACK: dict[str, Any] = {"TILE": 32, "COLUMNS": 64}
 ON_CHIP = 12 << 10  # bytes of a norm's row that may be fetched two rows ahead: four operands on an H100, A100 or L40S
 

@@ -36,18 +36,16 @@ def _log_sum_kernel(  # type: ignore[no-untyped-def]
     """Of a row: its log of the sum of exponentials, and its share of the loss."""
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * width
-    top = tl.full([COLUMNS], float("-inf"), tl.float32)
+    top = tl.full([COLUMNS], -3e38, tl.float32)  # a number: of -inf the difference would be none
     total = tl.zeros([COLUMNS], tl.float32)
     for start in range(0, width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         x = tl.where(column < columns, wide(tl.load(base + column, mask=column < width, other=0)), float("-inf"))
         higher = tl.maximum(top, x)
-        base_of = tl.where(higher == float("-inf"), 0.0, higher)  # of lanes without a number, and rows of -inf
-        total = total * tl.exp2((top - base_of) * 1.4426950408889634) + tl.exp2((x - base_of) * 1.4426950408889634)
+        total = total * tl.exp2((top - higher) * 1.4426950408889634) + tl.exp2((x - higher) * 1.4426950408889634)
         top = higher
     most = tl.max(top, 0)
-    base_of = tl.where(most == float("-inf"), 0.0, most)
-    found = most + tl.log(tl.sum(total * tl.exp2((top - base_of) * 1.4426950408889634), 0))
+    found = most + tl.log(tl.sum(total * tl.exp2((top - most) * 1.4426950408889634), 0))
     hit = tl.load(target + row)
     there = (hit >= 0) & (hit < columns)
     counts = hit != ignored

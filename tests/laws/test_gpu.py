@@ -17,6 +17,8 @@ import fzero
 from fzero.cost.allocator import measured_peak
 
 pytestmark = pytest.mark.gpu
+WORKERS = Path(__file__).parents[1] / "support" / "workers"
+ENV = {**os.environ, "FZERO_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join([str(WORKERS.parent), *sys.path])}
 
 
 def trained(device: str, steps: int = 5, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -36,6 +38,10 @@ def trained(device: str, steps: int = 5, **options: Any) -> tuple[list[float], d
     return losses, {path: x.cpu() for path, x in zip(*fzero.tree.flatten(full)[:2], strict=True)}
 
 
+def total(x: torch.Tensor) -> float:
+    return float(x.double().sum())
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_cuda_step_agrees_with_the_cpu(microbatches: int) -> None:
     cpu, cuda = (trained(device, microbatches=microbatches) for device in ("cpu", "cuda"))
@@ -43,6 +49,31 @@ def test_a_cuda_step_agrees_with_the_cpu(microbatches: int) -> None:
     gap = sum(float((cpu[1][p] - cuda[1][p]).double().square().sum()) for p in cpu[1])
     norm = sum(float(x.double().square().sum()) for x in cpu[1].values())
     assert (gap / norm) ** 0.5 < 1e-3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_all_stages_have_the_same_bits(precision: str) -> None:
+    """Without cuDNN's attention, whose backward does not repeat its own."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        first, *others = (trained("cuda", zero=zero, precision=precision) for zero in range(4))
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    for losses, params in others:
+        assert losses == first[0]
+        assert all(torch.equal(params[path], value) for path, value in first[1].items())
+
+
+def test_processes_that_compile_for_themselves_have_the_same_bits(tmp_path: Path) -> None:
+    """How rows are summed is not timed: each rank runs its kernels for the first time by itself."""
+    script = "import test_gpu as t; losses, params = t.trained('cuda'); print(losses, *map(t.total, params.values()))"
+    env = {**ENV, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), ENV["PYTHONPATH"]])}
+    alone = [{**env, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number))} for number in range(3)]
+    runs = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=e) for e in alone]
+    said = [run.communicate(timeout=300)[0] for run in runs]
+    assert said[0]
+    assert said == said[:1] * 3
 
 
 def test_a_cuda_step_repeats_bitwise() -> None:
@@ -98,10 +129,6 @@ def test_offloaded_state_trains_as_state_on_the_device(homes: str) -> None:
     assert moved[0] == pytest.approx(plain[0], rel=1e-4)
     if HOMES[homes]["update_on"] == "device":
         assert all(torch.equal(plain[1][path], moved[1][path]) for path in plain[1])
-
-
-WORKERS = Path(__file__).parents[1] / "support" / "workers"
-ENV = {**os.environ, "FZERO_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join([str(WORKERS.parent), *sys.path])}
 
 
 def test_what_the_stand_in_runs_runs_here() -> None:
