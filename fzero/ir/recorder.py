@@ -112,7 +112,8 @@ class Recorder(RecordingMode):
         """A value as it is now: of a tensor its form, which in-place work may change, without its gradient. Values of
         one form have one snapshot."""
         if isinstance(value, FakeTensor) and value.layout is torch.strided:
-            form = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
+            lies = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.fake_device
+            form = (*lies, value.is_conj(), value.is_neg())
             if (known := self._snapshots.get(form)) is None:
                 known = self._snapshots[form] = fake_detached(value)
             return known

@@ -179,6 +179,12 @@ def complex_parts(p: Params, b: Tensor) -> Tensor:
     )
 
 
+def of_a_conjugate(p: Params, b: Tensor) -> Tensor:
+    """Which has the memory, the shape and the strides of what it is of."""
+    x = torch.view_as_complex(p["w"].view(4, 3, 2)) * 2
+    return weighed(x.conj().as_strided((3, 3), (1, 3)).imag, b)
+
+
 def in_torch_func(p: Params, b: Tensor) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return (x.as_strided((3, 4), (2, 1), 5) ** 3).sum()
@@ -216,6 +222,7 @@ CASES: list[Callable[[Params, Tensor], Tensor]] = [
     short_time_fourier,
     closed_over,
     complex_parts,
+    of_a_conjugate,
     in_torch_func,
     mapped,
 ]

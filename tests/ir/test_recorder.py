@@ -27,7 +27,7 @@ def form(x: Any) -> Any:
     """What a fake tensor says of itself."""
     if not is_strided(x):
         return (tuple(x.shape), x.layout, x.dtype) if isinstance(x, Tensor) else x
-    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device
+    return tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.device, x.is_conj(), x.is_neg()
 
 
 def listing(gm: fx.GraphModule) -> list[Any]:
