@@ -84,7 +84,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.unfold_backward.default": lambda node: 2 * result_bytes(node),
     "aten.masked_scatter_backward.default": lambda node: operand_bytes(node) + 10 * values(node, (1,))[0].numel(),
     **of("searchsorted.Tensor searchsorted.Scalar", copies(0, 1, 2, 3, 4)),
-    **of("resize.default resize_as.default", operand_bytes),
+    "aten.resize_as.default": operand_bytes,
     **of("sort.default sort.stable", _sort),
     "aten.roll.default": lambda node: operand_bytes(node) * (len(cast(Sequence[int], node.args[1])) > 1),  # dim by dim
     "aten.index_reduce.default": lambda node: 3 * operand_bytes(node),

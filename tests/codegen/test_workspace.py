@@ -21,10 +21,12 @@ from torch import fx
 import fzero
 from fzero.capture import trace_step
 from fzero.codegen import bind, segment_memory
-from fzero.codegen.matmul import FORMS, OUT_FORMS
+from fzero.codegen.matmul import FORMS, OUT_FORMS, WIDENED, WIDENED_OUT
 from fzero.codegen.workspace import workspace_bytes
 from fzero.cost.allocator import measured_peak
 from fzero.ir import fx_nodes, fx_values, op_info
+from fzero.ir.code_ops import CODES
+from fzero.sparse import sparse_ops
 from tests.acceptance.__main__ import commit
 
 aten = torch.ops.aten
@@ -211,7 +213,7 @@ BY_DATABASE = (  # ops of torch's database whose calls meet the rules that nothi
     "nn.functional.max_pool3d", "nn.functional.max_unpool2d", "nn.functional.max_unpool3d",
     "nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss", "nn.functional.nll_loss",
     "nn.functional.pad.reflect", "nn.functional.pad.replicate", "nn.functional.pixel_shuffle",
-    "nn.functional.pixel_unshuffle", "nn.functional.soft_margin_loss", "ormqr", "pinverse", "renorm",
+    "nn.functional.pixel_unshuffle", "nn.functional.soft_margin_loss", "ormqr", "pinverse", "renorm", "resize_as_",
     "scatter", "scatter_add", "scatter_reduce.mean", "searchsorted", "softmax", "sort", "stft", "t_copy",
     "torch.ops.aten._safe_softmax.default", "tril", "unfold",
 )  # fmt: skip
@@ -392,7 +394,8 @@ def test_every_rule_is_tried() -> None:
         aten.logsumexp.default, aten.mse_loss.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default,
         aten.mean.dim, aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        *FORMS.values(), *OUT_FORMS.values(),  # in test_matmul
+        *FORMS.values(), *OUT_FORMS.values(), *WIDENED.values(), *WIDENED_OUT.values(),  # in test_matmul
+        *CODES, sparse_ops.FORWARD, sparse_ops.BACKWARD,  # in test_code_ops, test_sparse_ops
         aten.copy_.default, aten._upsample_nearest_exact2d.default,  # as `copy` and `upsample_nearest2d`
         # in KINDS
         aten.binary_cross_entropy.default, aten.huber_loss.default, aten.smooth_l1_loss.default, aten.cumsum.default,
