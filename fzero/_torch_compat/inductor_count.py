@@ -32,16 +32,21 @@ class _CodeWritten(BaseException):
 
 
 def inductor_count(gm: torch.fx.GraphModule, likes: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """(kernels, the bytes that they read and write) of a graph on inputs of these forms, with the options of
-    `inductor_compile`. Raises what Inductor raises."""
+    """(kernels, the bytes that they read and write) of a graph on inputs of these forms: what `inductor_code` says."""
+    return inductor_code(gm, likes)[1:]
+
+
+def inductor_code(gm: torch.fx.GraphModule, likes: Sequence[torch.Tensor]) -> tuple[str, int, int]:
+    """(Inductor's code, its kernels, the bytes that they read and write) of a graph on inputs of these forms, with the
+    options of `inductor_compile`. Raises what Inductor raises."""
     from torch._inductor import metrics, standalone_compile
     from torch._inductor.graph import GraphLowering  # 2.13.0
 
-    found: list[tuple[int, int]] = []
+    found: list[tuple[str, int, int]] = []
 
     def stop(self: Any) -> None:
-        self.codegen()
-        found.append((metrics.generated_kernel_count, int(self.count_bytes()[0])))
+        code = self.codegen()[0].value
+        found.append((code, metrics.generated_kernel_count, int(self.count_bytes()[0])))
         raise _CodeWritten
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -51,7 +56,7 @@ def inductor_count(gm: torch.fx.GraphModule, likes: Sequence[torch.Tensor]) -> t
         "joint_graph_constant_folding": False,
     }  # fmt: skip
     written = mock.patch.object(GraphLowering, "compile_to_module", stop)
-    with _an_h100(), ONE_THREAD, torch.no_grad(), rows_in_registers(), written:
+    with an_h100(), ONE_THREAD, torch.no_grad(), rows_in_registers(), written:
         inputs: list[Any] = [
             FakeTensor(mode, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), _CUDA)
             for x in likes
@@ -62,7 +67,7 @@ def inductor_count(gm: torch.fx.GraphModule, likes: Sequence[torch.Tensor]) -> t
 
 
 @contextlib.contextmanager
-def _an_h100() -> Iterator[None]:
+def an_h100() -> Iterator[None]:
     """What torch and Triton ask of a device while Inductor writes code is that of an H100 (2.13.0, Triton 3.7.1)."""
     import torch._dynamo.device_interface as interfaces
     import torch._subclasses.fake_tensor as fake_tensor

@@ -52,10 +52,13 @@ def told(step: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> dic
         patch.setenv("FZERO_CACHE", str(ROOT / "runs" / "standin"))
         env = fake_cuda_command.environment()
     cache = str(tmp_path_factory.mktemp("inductor"))
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TORCHINDUCTOR_CACHE_DIR": cache}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), *sys.path]),
+        "TORCHINDUCTOR_CACHE_DIR": cache,
+    }
     worker = ROOT / "tests" / "support" / "workers" / "on_fake_cuda.py"
     done = subprocess.run(
-        [sys.executable, str(worker), str(step[1]), step[0]],
+        [sys.executable, str(worker), str(step[1]), step[0], *(["90"] if step[1] == FEW else ["80", "90", "100"])],
         env={**env, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -94,6 +97,17 @@ class TestWithoutADevice:
         ]
         assert "cuda:0" in told["none"]["devices"]
         assert "device" not in told["none"]["choices"]
+
+    def test_clusters_are_kernels_that_fit_and_are_not_tuned_by_time(self, told: dict[str, Any]) -> None:
+        """At most 128 registers, and no stack, but for large angles of a sine. How a row is summed is decided by rule:
+        ranks that time it differ in bits. What holds a row of a norm loads whole vectors."""
+        assert told["kernels"]
+        for one in told["kernels"]:
+            assert one["stack"] == 0 or "_sin" in one["kernel"] or "_cos" in one["kernel"], one
+            assert one["registers"] <= 128, one
+            assert one["kind"] == "POINTWISE" or one["configurations"] == 1, one
+        norms = [one for one in told["kernels"] if "norm" in one["kernel"]]
+        assert all(one["loads"] == one["vectors"] for one in norms), norms
 
     def test_depth_adds_no_cluster(self, told: dict[str, Any]) -> None:
         assert told["auto"]["clusters"] == told["clusters_of_a_third"]

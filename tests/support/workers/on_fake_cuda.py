@@ -1,7 +1,7 @@
 """The accounts of CUDA's programs, made without a device: run by test_cuda_cost.py in the process of `fzero fake-cuda`.
 
-Its arguments are the number of layers and the model. Prints one line of JSON: by name, an account as text and what the
-test asks of it.
+Its arguments are the number of layers, the model, and the capabilities for which the kernels of clusters are built.
+Prints one line of JSON: by name, an account as text and what the test asks of it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from cubins import cubins
 
 import fzero
 from benchmarks.model import Size, empty_model
 from fzero import optim
+from fzero._torch_compat.inductor_count import inductor_code
+from fzero.codegen.cross_entropy import by_rows
+from fzero.codegen.fusion import fuse
 from fzero.interop import from_module
 from fzero.ir import fx_nodes
 
@@ -56,8 +60,20 @@ def told(found: Any, how: str) -> dict[str, Any]:
     }
 
 
+def kernels(found: Any, capabilities: list[int]) -> list[dict[str, Any]]:
+    """What the kernels that Inductor writes for clusters become."""
+    made = []
+    for cluster in fuse(found.program, "auto")[1].values():
+        if cluster.own is None:
+            gm = by_rows(cluster.graph)
+            code, *_ = inductor_code(gm, [n.meta["val"] for n in fx_nodes.placeholders(gm.graph)])
+            made += cubins(code, capabilities)
+    return made
+
+
 if __name__ == "__main__":
     layers, size = int(sys.argv[1]), MODELS[sys.argv[2]]
+    built = kernels(lowered(replace(size, layers=2), "auto"), [int(number) for number in sys.argv[3:]])
     shallow = lowered(replace(size, layers=layers // 3), "auto").roofline()
     accounts = {how: told(lowered(replace(size, layers=layers), how), how) for how in ("none", "auto")}
-    print(json.dumps({**accounts, "clusters_of_a_third": shallow.clusters}))
+    print(json.dumps({**accounts, "clusters_of_a_third": shallow.clusters, "kernels": built}))
