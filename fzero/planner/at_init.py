@@ -57,7 +57,7 @@ def preset_of(device: torch.device) -> str:
 
     >>> preset_of(torch.device("cpu"))
     Traceback (most recent call last):
-    fzero.errors.SpecError: mesh='auto': there is no preset for cpu. ...
+    fzero.errors.SpecError: mesh='auto': there is no preset for cpu, ...
     """
     name = backend.of(device).calls.describe(device)
     for preset in presets():

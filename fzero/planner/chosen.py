@@ -29,7 +29,7 @@ def chosen_of(spec: Spec) -> dict[str, Any]:
     """What a planned spec has of its plan.
 
     >>> from fzero import optim
-    >>> spec = Spec(loss=lambda p, b: p["w"].sum(), optimizer=optim.sgd(0.1), shard={"w": P("tp", groups("tp", 3))[:1]})
+    >>> spec = Spec(loss=lambda p, b: p["w"].sum(), optimizer=optim.sgd(0.1))
     >>> chosen_of(spec.but(mesh={"dp": 2}, zero=1, planned=["mesh", "zero"]))
     {'mesh': {'dp': 2}, 'zero': 1}
     """

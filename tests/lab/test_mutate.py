@@ -67,8 +67,9 @@ def benches(whole: bool) -> list[Bench]:
     sources = ALL_UNBROKEN if whole else UNBROKEN
     drawn = [Bench(source(rng, number)) for source, count in sources.items() for number in range(count)]
     ranks_differ = relay(3, torch.Generator().manual_seed(0))  # and are more than two
-    tiled = draw_offloaded(random.Random(6), 0)  # the others may have drawn none
-    return [*drawn, Bench(ranks_differ), Bench(tiled)]
+    tiled = draw_offloaded(random.Random(6), 0)  # the others may have drawn none, of these three
+    signs, blocks = draw_coded(random.Random(6), 1), draw_windowed(random.Random(10), 1)
+    return [*drawn, *map(Bench, (ranks_differ, tiled, signs, blocks))]
 
 
 def test_no_unbroken_program_is_refused(benches: list[Bench]) -> None:
