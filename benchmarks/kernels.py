@@ -153,7 +153,7 @@ def coded(codec: BlockCodec, x: Tensor, blocks: Tensor, room: Tensor) -> Iterato
     for name, source in (("fp32", x), ("bf16", low)):
         yield Case(
             f"encode {codec.name} of {name}", lambda source=source: codec_kernels.encode(codec, source, out=message),  # type: ignore[misc]
-            [source], [message], lambda source=source: codecs.encode(source, codec, message),  # type: ignore[misc]
+            [source], [message], lambda source=source: codecs.encode(source, codec, out=message),  # type: ignore[misc]
         )  # fmt: skip
     yield Case(
         f"decode {codec.name}", lambda: codec_kernels.decode(codec, message, out=blocks),

@@ -172,6 +172,8 @@ def _norm(shape: _Shape, node: fx.Node) -> OwnKernel | None:
     parts = {user.args[1]: user for user in node.users}
     if set(parts) != {0, 1, 2} or wanted != [True] * 3 or len(width) != 1 or width[0] > WIDEST:
         return None
+    if x.meta["val"].itemsize * width[0] % 16:  # rows are read in vectors
+        return None
     made, added = parts[0], shape.only(aten.add.Tensor)
     residual: Any = None
     if added is not None:

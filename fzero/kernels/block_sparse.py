@@ -25,6 +25,8 @@ from torch import Tensor
 from fzero.kernels import _triton
 from fzero.kernels._triton import jit, tl
 
+REGISTERS = 255  # of a thread: left alone, the assembler keeps to 128 for some tiles, and spills
+
 # ---- device functions ------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +237,7 @@ def attention_out(
     programs = q.shape[0] * q.shape[1] * (q.shape[2] // constants["TILE"])
     args = (out, q, k, v, *head, *strides, *tail, *numbers)
     stages = 3 if constants["DIM"] <= 128 else 1  # more would spill
-    _triton.launch(_forward_kernel, programs, q.device, *args, num_stages=stages, **constants)
+    _triton.launch(_forward_kernel, programs, q.device, *args, num_stages=stages, maxnreg=REGISTERS, **constants)
     return out
 
 
@@ -254,7 +256,15 @@ def backward_out(
         (head, tail), constants = _common(q, k, v, table, documents, block, x.shape[1])
         programs = x.shape[0] * x.shape[1] * (x.shape[2] // constants["TILE"])
         args = (*into, *operands, *head, *strides, *tail, *numbers)
-        _triton.launch(kernel, programs, q.device, *args, num_stages=1, **constants)  # more would spill
+        if (
+            kernel is _columns_kernel
+            and q.element_size() == 2
+            and constants["TILE"] * max(q.shape[3], v.shape[3]) <= 4096
+        ):
+            constants["num_warps"] = 4  # eight would spill
+        _triton.launch(
+            kernel, programs, q.device, *args, num_stages=1, maxnreg=REGISTERS, **constants
+        )  # as more stages
     return dq, dk, dv
 
 

@@ -203,10 +203,11 @@ def layer_norm_backward_sums(
     sums = [for_weight, for_bias, *([] if total is None else [total])]
     partial = torch.empty(triton.cdiv(rows, NORM_ROWS), len(sums) * width, dtype=torch.float32, device=grad.device)
     block = triton.next_power_of_2(width)
+    by_vectors = not any(t.data_ptr() % 16 for t in (grad, x, residual) if t is not None)
     launch(
         _norm_kernel, partial.shape[0], grad.device, out, partial, grad, x, mean, rstd, weight,
         x if residual is None else residual, rows, width, RESIDUAL=residual is not None, SUMS=len(sums), BLOCK=block,
-        ROWS=NORM_ROWS, STAGES=3 if block * grad.element_size() <= ON_CHIP else 1,
+        ROWS=NORM_ROWS, STAGES=3 if by_vectors and block * grad.element_size() <= ON_CHIP else 1,
         num_warps=max(4, min(16, block // 256)),
     )  # fmt: skip
     _fold(partial, sums)

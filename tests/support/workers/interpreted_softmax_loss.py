@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_row_sums import drawn, near, stretch
+from stretches import drawn, near, stretch
 from torch import Tensor
 from torch.nn import functional as F
 
