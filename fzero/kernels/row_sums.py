@@ -25,8 +25,7 @@ from torch import Tensor
 from fzero.kernels import NORM_ROWS, TALL
 from fzero.kernels._triton import exact, jit, launch, rounded, tl, triton, wide
 
-GELU: dict[str, Any] = {"TILE": 16, "COLUMNS": 128}  # rows and columns that a program takes at a time
-PACK: dict[str, Any] = {"TILE": 32, "COLUMNS": 64}
+TILES: dict[str, Any] = {"TALL": TALL, "TILE": 32, "COLUMNS": 64}  # rows and columns that a program takes at a time
 ON_CHIP = 12 << 10  # bytes of a norm's row that may be fetched two rows ahead: four operands on an H100, A100 or L40S
 
 
@@ -170,10 +169,10 @@ def gelu_backward_sum(grad: Tensor, x: Tensor, out: Tensor, total: Tensor, *, ap
     width = total.numel()
     rows = grad.numel() // width
     partial = torch.empty(triton.cdiv(rows, TALL), width, dtype=torch.float32, device=grad.device)
-    programs = partial.shape[0] * triton.cdiv(width, GELU["COLUMNS"])
+    programs = partial.shape[0] * triton.cdiv(width, TILES["COLUMNS"])
     launch(
-        _gelu_kernel, programs, grad.device, out, partial, grad, x, rows, width, TANH=approximate == "tanh", TALL=TALL,
-        **GELU,
+        _gelu_kernel, programs, grad.device, out, partial, grad, x, rows, width, TANH=approximate == "tanh",
+        **TILES,
     )  # fmt: skip
     _fold(partial, [total])
 
@@ -184,10 +183,10 @@ def pack_sum(first: Tensor, second: Tensor, third: Tensor, out: Tensor, total: T
     batch, heads, length, dim = first.shape
     width, rows = heads * dim, batch * length
     partial = torch.empty(triton.cdiv(rows, TALL), 3 * width, dtype=torch.float32, device=first.device)
-    programs = 3 * partial.shape[0] * triton.cdiv(width, PACK["COLUMNS"])
+    programs = 3 * partial.shape[0] * triton.cdiv(width, TILES["COLUMNS"])
     exact(
         _pack_kernel, programs, first.device, out, partial, first, second, third, rows, length, width,
-        *first.stride()[:3], dim, TALL=TALL, **PACK,
+        *first.stride()[:3], dim, **TILES,
     )  # fmt: skip
     _fold(partial, [total])
 
