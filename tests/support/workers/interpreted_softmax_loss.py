@@ -164,9 +164,20 @@ def weighed(x: Tensor, y: Tensor) -> list[Tensor]:
     return [loss, aten._log_softmax_backward_data(zeros, logs, 1, torch.float32).to(torch.bfloat16)]
 
 
+def of_several_labels(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Rows of 12 logits that are two labels' of six."""
+    target = y.view(16)
+    logs = aten._log_softmax(x.float().view(16, 6), 1, False)
+    loss, count = aten.nll_loss_forward(logs, target, None, 1, -100)
+    zeros = aten.nll_loss_backward(torch.ones_like(loss), logs, target, None, 1, -100, count)
+    found = aten._log_softmax_backward_data(zeros, logs, 1, torch.float32)
+    return [loss, found.view(8, 12).to(torch.bfloat16)]
+
+
 @pytest.mark.parametrize(
     ("fn", "inputs"),
     [
+        (of_several_labels, [LOGITS, Y.clamp(0, 5).repeat(2, 1)]),
         (read_elsewhere, [LOGITS, Y]),
         (scaled, [LOGITS, Y]),
         (kept_in_fp32, [LOGITS, Y]),
@@ -178,5 +189,5 @@ def weighed(x: Tensor, y: Tensor) -> list[Tensor]:
     ],
 )
 def test_other_stretches_have_none(fn: Any, inputs: list[Tensor]) -> None:
-    """More than the kernel does, other dtypes, weights, a gradient of another reduction."""
+    """More than the kernel does, other rows, other dtypes, weights, a gradient of another reduction."""
     assert own_kernels.kernel_for(stretch(fn, inputs)) is None
