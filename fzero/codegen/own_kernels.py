@@ -224,7 +224,7 @@ def _loss(shape: _Shape, node: fx.Node) -> OwnKernel | None:
     if not shape.is_plain([first, into]):
         return None
     options = {"columns": columns, "mean": reduction == 1, "ignored": ignored}
-    return OwnKernel("softmax_loss", places, options, 8 * len(wide) + 4, (first, into))
+    return OwnKernel("softmax_loss", places, options, 12 * len(wide) + 4, (first, into))
 
 
 def _before(x: fx.Node) -> list[fx.Node] | None:
