@@ -369,5 +369,12 @@ def test_an_error_whose_class_takes_more_than_a_text_is_left_with_a_note() -> No
     assert note.startswith("test_refuse.py:")
 
 
+def test_an_operand_on_another_device_has_the_users_line() -> None:
+    """The complaint: torch's error of it takes three arguments, so it became a TypeError."""
+    away = torch.ones(3, 3, device="meta")
+    with pytest.raises(RuntimeError, match=r"(?s)on the same device.*test_refuse\.py:\d+: aten\.mm\.default"):
+        lowered_loss(lambda p, b: (b[:, :3] @ away).sum() * p["w"].sum())
+
+
 def lowered_loss(loss: Any) -> None:
     fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), {"w": torch.ones(3)}, torch.ones(4, 3))
