@@ -1,4 +1,4 @@
-"""mixed_dtypes: operands of several dtypes that an op takes on fake tensors, and refuses when it runs."""
+"""mixed_dtypes: operands whose dtypes an op takes on fake tensors, and refuses when it runs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def why(op: Any, args: Sequence[Any]) -> str:
         own = [args[i] for i in places if i < len(args) and isinstance(args[i], Tensor)]
         if len({x.dtype for x in own}) > 1 and not _fills_mask(args):
             return f"is given {_shown(own)}: it needs one dtype. Cast one, as in x.to(w.dtype)"
+    if row.index is not None and isinstance(given := args[row.index[0]], Tensor) and given.dtype not in row.index[1]:
+        return f"is given {describe(given)} as indices: it needs int64. Cast them, as in y.long()"
+    if row.numbers and any(isinstance(x, bool) or getattr(x, "dtype", None) is torch.bool for x in args[:2]):
+        own = [x for x in args if isinstance(x, Tensor)]
+        return f"is given {_shown(own)}: torch subtracts no bool. Cast it, as in m.to(x.dtype), or write ~m for 1 - m"
     if row.norm_weight is not None and isinstance(args[0], Tensor) and backend.of(args[0].device).on_host:
         own = [x for x in args[:5] if isinstance(x, Tensor)]
         if not _takes(own[0].dtype, {x.dtype for x in own[1:]}):
@@ -30,10 +35,11 @@ def why(op: Any, args: Sequence[Any]) -> str:
 
 
 def _fills_mask(args: Sequence[Any]) -> bool:
-    """Whether `x[mask] = value` writes one number, which torch casts."""
+    """Whether `x[mask] = value` writes one number, which torch casts; not `x[mask, i] = value`, or a number added."""
     indices, value = (args[1], args[2]) if len(args) > 2 and isinstance(args[1], (list, tuple)) else ([], None)
-    masks = [x for x in indices if isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8)]
-    return bool(masks) and isinstance(value, Tensor) and value.numel() == 1
+    own = [x for x in indices if isinstance(x, Tensor)]
+    masks = len(own) == 1 and own[0].dtype in (torch.bool, torch.uint8)
+    return masks and isinstance(value, Tensor) and value.numel() == 1 and not any(args[3:])
 
 
 def _takes(dtype: torch.dtype, of_parameters: set[torch.dtype]) -> bool:

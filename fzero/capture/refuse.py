@@ -210,12 +210,21 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
                 raise CaptureError(f"{where}: {why}") from None
         if tracing.raised is not None and error is tracing.raised[0]:
             reason = str(error).strip().partition("\n")[0]
-            raise type(error)(f"{where}: {tracing.raised[1]}: {reason}").with_traceback(error.__traceback__) from None
+            raise _told(error, f"{where}: {tracing.raised[1]}: {reason}") from None
         told = str(error).startswith(f"{where}: ")  # by the trace of a region within
         if told or type(error) not in _TORCHS or _is_raised_by_user(error):
             raise
-        reason = str(error).replace("FakeTensor", "Tensor")
-        raise type(error)(f"{where}: {reason}").with_traceback(error.__traceback__) from None
+        raise _told(error, f"{where}: {error}".replace("FakeTensor", "Tensor")) from None
+
+
+def _told(error: Exception, text: str) -> Exception:
+    """The same error with another text; itself with a note, where its class is made of more than a text."""
+    try:
+        return type(error)(text).with_traceback(error.__traceback__)
+    except TypeError:
+        if text not in getattr(error, "__notes__", ()):  # by the trace of a region within
+            error.add_note(text)
+        return error
 
 
 _TORCHS = (RuntimeError, TypeError, IndexError)  # what torch raises of operands before any op is called

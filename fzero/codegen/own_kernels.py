@@ -217,15 +217,16 @@ def _loss(shape: _Shape, node: fx.Node) -> OwnKernel | None:
         return None
     places = [shape.place.get(rows), shape.given(target), None if ones else shape.given(grad)]
     places += [shape.written(names[0]), shape.written(last)]
-    wide, out = rows.meta["val"], last.meta["val"]
-    alike = wide.ndim == 2 and (wide.numel(), wide.shape[1]) == (out.numel(), out.shape[-1]) and _contiguous(rows, last)
+    (number, columns), wide, out = node.meta["val"].shape, rows.meta["val"], last.meta["val"]
+    alike = wide.ndim == 2 and len(wide) == number and _contiguous(rows, last)
+    alike = alike and (wide.numel(), wide.shape[1]) == (out.numel(), out.shape[-1])
     first, into = places[0], places[4]
     if first is None or into is None or None in (places[1], places[3]) or (places[2] is None and not ones) or not alike:
         return None
     if not shape.is_plain([first, into]):
         return None
-    options = {"columns": node.meta["val"].shape[1], "mean": reduction == 1, "ignored": ignored}
-    return OwnKernel("softmax_loss", places, options, 8 * len(wide) + 4, (first, into))
+    options = {"columns": columns, "mean": reduction == 1, "ignored": ignored}
+    return OwnKernel("softmax_loss", places, options, 12 * len(wide) + 4, (first, into))
 
 
 def _before(x: fx.Node) -> list[fx.Node] | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
+import torch
 from torch import fx
 
 from fzero.ir.records import Per
@@ -43,8 +44,9 @@ class OpInfo:
     fake: "kept": the forms of its results follow from those of its operands, and are kept; "kernel": moreover its
         kernel for meta tensors is its shape rule, as of aten's pointwise ops. Pure ops of aten are kept without saying.
     traced: its trace, given what is known of values, then its operands. one_dtype: places of operands, or "all", that
-        it refuses in several dtypes when it runs, but not on fake tensors. keeps_overlap: its result may overlap itself
-        as its operand does.
+        it refuses in several dtypes when it runs, but not on fake tensors. index: the place of an operand of indices,
+        and the dtypes that it takes when it runs. numbers: it refuses bool when it runs. keeps_overlap: its result may
+        overlap itself as its operand does.
     norm_weight: the place of a norm's weight, whose dtype decides that of its statistics.
 
     How it runs:
@@ -89,6 +91,8 @@ class OpInfo:
     fake: Literal["", "kept", "kernel"] = ""
     traced: Callable[..., Any] | None = None
     one_dtype: Literal["all"] | tuple[int, ...] | None = None
+    index: tuple[int, tuple[torch.dtype, ...]] | None = None
+    numbers: bool = False
     keeps_overlap: bool = False
     norm_weight: int | None = None
     out_form: str = ""
@@ -134,11 +138,18 @@ def rows(names: str, row: OpInfo, of: str = "aten") -> dict[str, OpInfo]:
     return {f"{of}.{name}": row for name in names.split()}
 
 
+LONG = (torch.int64,)
+INDICES = (torch.int32, torch.int64)
+TARGETS = (torch.uint8, torch.int64)
+
 ROWS: dict[str, OpInfo] = {
     # attention
     "aten._scaled_dot_product_cudnn_attention": OpInfo(seeds=(6, 7)),
     # elementwise
-    **rows("abs add div mul neg sqrt sub where threshold_backward", OpInfo(overwrites="elements", exact=True)),
+    **rows("abs add div mul neg sqrt where threshold_backward", OpInfo(overwrites="elements", exact=True)),
+    "aten.sub": OpInfo(overwrites="elements", exact=True, numbers=True),
+    **rows("sub_ rsub", OpInfo(numbers=True)),
+    **rows("heaviside heaviside_", OpInfo(one_dtype="all")),
     **rows(
         "clamp_max clamp_min exp log maximum minimum pow reciprocal relu rsqrt sigmoid sigmoid_backward silu square "
         "silu_backward tanh tanh_backward",
@@ -183,7 +194,7 @@ ROWS: dict[str, OpInfo] = {
     "aten.baddbmm": OpInfo(out_form="call"),
     **rows("onednn_mm onednn_addmm onednn_bmm onednn_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("widened_mm widened_addmm widened_bmm widened_baddbmm", OpInfo(out_form="program"), "fzero"),
-    **rows("mv addmv convolution", OpInfo(one_dtype="all")),
+    **rows("mv addmv addbmm addbmm_ convolution", OpInfo(one_dtype="all")),
     # reductions and norms
     "aten.sum": OpInfo(fusion="loop", fake="kernel"),
     "aten.sum.default": OpInfo(meaning="sum"),
@@ -208,16 +219,23 @@ ROWS: dict[str, OpInfo] = {
     # pieces, indices, losses
     **rows("cat stack tril triu", OpInfo(fusion="loop", out_form="call", fake="kernel")),
     **rows("slice_backward select_backward constant_pad_nd embedding", OpInfo(fusion="loop", fake="kernel")),
-    **rows("gather index index_select max_pool2d_with_indices", OpInfo(out_form="call")),
+    **rows("gather index max_pool2d_with_indices", OpInfo(out_form="call")),
+    "aten.index_select": OpInfo(out_form="call", index=(2, INDICES)),
     **rows("embedding_dense_backward native_group_norm_backward", OpInfo(fake="kernel")),
     **rows("as_strided_scatter diagonal_scatter select_scatter slice_scatter", OpInfo(keeps_overlap=True)),
-    "aten.nll_loss_forward": OpInfo(fusion="loop", out_form="call", fake="kernel", one_dtype=(0, 2)),
+    "aten.nll_loss_forward": OpInfo(
+        fusion="loop", out_form="call", fake="kernel", one_dtype=(0, 2), index=(1, TARGETS)
+    ),
     "aten.nll_loss_backward": OpInfo(fusion="loop", out_form="call", fake="kernel"),
-    "aten.nll_loss2d_forward": OpInfo(one_dtype=(0, 2)),
+    "aten.nll_loss2d_forward": OpInfo(one_dtype=(0, 2), index=(1, TARGETS)),
+    **rows("multi_margin_loss multilabel_margin_loss_forward", OpInfo(index=(1, LONG))),
     "aten.binary_cross_entropy": OpInfo(one_dtype=(0, 1, 2)),
     **rows("grid_sampler_2d grid_sampler_3d linalg_cross polar complex _cdist_forward", OpInfo(one_dtype=(0, 1))),
+    **rows("_embedding_bag _embedding_bag_forward_only", OpInfo(one_dtype=(0, 6))),
     **rows("index_put index_put_ _unsafe_index_put", OpInfo(one_dtype=(0, 2))),
-    **rows("index_add index_add_ index_copy index_copy_ index_reduce index_reduce_", OpInfo(one_dtype=(0, 3))),
+    **rows("put put_", OpInfo(one_dtype=(0, 2), index=(1, LONG))),
+    **rows("index_copy index_copy_", OpInfo(one_dtype=(0, 3), index=(2, LONG))),
+    **rows("index_add index_add_ index_reduce index_reduce_", OpInfo(one_dtype=(0, 3), index=(2, INDICES))),
     # layers
     **rows("recurrent recurrent_backward", OpInfo(fake="kept", out_form="call"), "fzero"),
     # their kernels on CUDA copy the lengths to the host, whatever the tags say (2.11.0, 2.13.0)

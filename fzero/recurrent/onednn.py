@@ -22,27 +22,31 @@ _LSTM, _PAGE, _PARTS = 2, 4096, 8
 def workspace_bytes(steps: int, rows: int, width: int, size: int, itemsize: int) -> int:
     """The most bytes of the workspace of T steps of B rows, I inputs and H hidden units. Gates and states have numbers
     of `itemsize`; what stands beside states, and the gradients of all, have four bytes."""
-    widest = max(width, size)
-    own = _padded(4 * size, itemsize) + 2 * _padded(widest, itemsize) + 3 * _padded(size, itemsize)
-    return (steps + 1) * rows * (itemsize * own + 4 * (4 * _padded(widest) + 3 * size)) + _PARTS * _PAGE
+    own = itemsize * _padded(4 * size, itemsize) + 4 * (4 * _padded(max(width, size)) + 3 * size)
+    return (steps + 1) * rows * own + _states_bytes(steps, rows, width, size, itemsize) + _PARTS * _PAGE
+
+
+def _states_bytes(steps: int, rows: int, width: int, size: int, itemsize: int) -> int:
+    return (steps + 1) * rows * itemsize * (2 * _padded(max(width, size), itemsize) + 3 * _padded(size, itemsize))
 
 
 def scratch_bytes(steps: int, rows: int, width: int, size: int, keep: bool, itemsize: int) -> tuple[int, int]:
     """The most bytes that `forward` and `backward` hold beside operands and results: what aten returns, weights in
-    other orders, and gates (in bf16 those of a step). Gradients are in fp32, in bf16 they and the incoming one are
-    there twice. Found by measuring (torch 2.13.0)."""
+    other orders, gates (in bf16 those of a step, but for one row), and without a backward to come (`keep`) the states.
+    Gradients are in fp32, in bf16 they and the incoming one are there twice. Found by measuring (torch 2.13.0)."""
     gates, narrow = 4 * size, itemsize != 4
-    held = 4 * ((rows * (1 if narrow else steps) + 1) * _padded(gates) + 2 * rows * _padded(size))
-    weights = 4 * _padded(size, itemsize) if narrow else _padded(gates)
+    held = 4 * ((rows * (1 if narrow and rows > 1 else steps) + 1) * _padded(gates) + 2 * rows * _padded(size))
+    blocks = 4 * _padded(size, 2)
+    weights = blocks if narrow else _padded(gates) if keep else max(_padded(gates), blocks)
     forth = held + itemsize * (_even(width) + _even(size)) * weights + itemsize * (steps + 3) * rows * size + 8 * gates
-    kept = workspace_bytes(steps, rows, width, size, itemsize) if keep else 0
+    kept = (workspace_bytes if keep else _states_bytes)(steps, rows, width, size, itemsize)
     back = held + 4 * steps * rows * width + 16 * rows * size + 4 * gates * (width + size + 8)
+    back += 4 * (width + size) * _padded(gates)
     if narrow:
         turned = _padded(width, itemsize) + _padded(size, itemsize)
-        back += 4 * steps * rows * size + 4 * _even(size) * (itemsize * turned + 4 * (width + size + 2))
+        back += 4 * steps * rows * size + itemsize * (4 * _even(size) * turned + rows * max(width, size))
     else:
-        apart = sum(_padded(n) * (_padded(n) != n) for n in (width, size))
-        back += 4 * ((width + size) * _padded(gates) + gates * apart)
+        back += 4 * gates * sum(_padded(n) * (_padded(n) != n) for n in (width, size))
     return forth + kept + 5 * _PAGE, back + 5 * _PAGE
 
 
@@ -63,7 +67,7 @@ def forward(x: Tensor, h: Tensor, c: Tensor, w: Weights, reverse: bool, ys: Tens
     Raises RuntimeError where oneDNN wants a larger workspace.
     """
     operands = [t.detach() for t in (x, *_four(w), h, c)]
-    with torch.enable_grad():  # without, no workspace is returned (2.11.0, 2.13.0)
+    with torch.set_grad_enabled(bool(kept.numel())):  # without, no workspace is returned (2.11.0, 2.13.0)
         numbers: tuple[Any, ...] = ([], _LSTM, h.shape[1], 1, True, False, False, bool(kept.numel()))
         out, _, cells, workspace = aten.mkldnn_rnn_layer.default(*operands, reverse, *numbers)
     ys.copy_(out)

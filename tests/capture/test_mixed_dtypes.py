@@ -34,8 +34,24 @@ def written_row(w: Tensor, b: Tensor) -> Tensor:
     return x
 
 
+def a_number_in_places_of_a_mask(w: Tensor, b: Tensor) -> Tensor:
+    x = w * 1
+    x[torch.arange(6) < 2, PLACES] = b.sum()
+    return x
+
+
+def a_number_added_to_a_mask(w: Tensor, b: Tensor) -> Tensor:
+    return torch.index_put(w, [w > 0], b.sum(), accumulate=True)
+
+
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index_put_": written_rows,
+    "index_put": a_number_added_to_a_mask,
+    "index_put_ ": a_number_in_places_of_a_mask,
+    "put": lambda w, b: torch.put(w, PLACES, b[0, :2]),
+    "addbmm": lambda w, b: torch.addbmm(w[:4], b[None, :, :2], b[None, :2]),
+    "heaviside": lambda w, b: w[:4] * torch.heaviside(w[:4].detach(), b),
+    "_embedding_bag": lambda w, b: F.embedding_bag(PLACES[None], w, per_sample_weights=b[:1, :2], mode="sum"),
     "index_add": lambda w, b: torch.index_add(w, 0, PLACES, b[:2]),
     "index_copy": lambda w, b: torch.index_copy(w, 0, PLACES, b[:2]),
     "nll_loss_forward": lambda w, b: F.cross_entropy(w, CLASSES, weight=b[0].abs()),
@@ -74,10 +90,51 @@ def test_what_eager_refuses_is_refused_at_its_line(name: str) -> None:
     with pytest.raises(RuntimeError):
         MIXED[name](torch.ones(6, 3), batch)
     with pytest.raises(
-        CaptureError, match=rf"aten\.{name}\.\w+ at test_mixed_dtypes\.py:\d+ is given f32\[.* and f64\["
+        CaptureError, match=rf"aten\.{name.strip()}\.\w+ at test_mixed_dtypes\.py:\d+ is given f32\[.* and f64\["
     ):
         lowered(MIXED[name], batch)
     lowered(MIXED[name], batch.float())
+
+
+INDICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nll_loss_forward": F.cross_entropy,
+    "nll_loss2d_forward": lambda w, y: F.cross_entropy(w.T[None, :, :, None], y[None, :, None]),
+    "multi_margin_loss": F.multi_margin_loss,
+    "index_copy": lambda w, y: torch.index_copy(w, 0, y, w),
+    "put": lambda w, y: torch.put(w, y, w[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_that_eager_refuses_are_refused_at_their_line(name: str) -> None:
+    """The complaint: targets in int32 were a raw RuntimeError when the step ran."""
+    y = torch.tensor([0, 1, 2, 0, 1, 2])
+    with pytest.raises(RuntimeError):
+        INDICES[name](torch.ones(6, 3), y.int())
+    with pytest.raises(CaptureError, match=rf"aten\.{name}\.\w+ at test_mixed_dtypes\.py:\d+ is given i32\[.*y.long"):
+        lowered(INDICES[name], y.int())
+    lowered(INDICES[name], y)
+
+
+TRUTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sub.Tensor": lambda w, m: w - m,
+    "sub.Tensor ": lambda w, m: m - w,
+    "rsub.Scalar": lambda w, m: w * (1 - m),
+    "sub_.Tensor": lambda w, m: (w * 1).sub_(m),
+}
+
+
+@pytest.mark.parametrize("name", TRUTHS)
+def test_a_mask_that_is_subtracted_is_refused_at_its_line(name: str) -> None:
+    """The complaint: a raw RuntimeError when the step ran."""
+    mask = torch.ones(6, 3) > 0
+    with pytest.raises(RuntimeError, match="with a bool tensor"):
+        TRUTHS[name](torch.ones(6, 3), mask)
+    with pytest.raises(
+        CaptureError, match=rf"aten\.{name.strip()} at test_mixed_dtypes\.py:\d+ is given .*bool\[6, 3\].*~m"
+    ):
+        lowered(TRUTHS[name], mask)
+    lowered(TRUTHS[name], mask.float())
 
 
 @pytest.mark.parametrize("name", TAKEN)

@@ -351,5 +351,30 @@ def test_what_the_user_raises_is_left_as_it_is(error: type[Exception]) -> None:
         lowered_loss(loss)
 
 
+def test_an_error_whose_class_takes_more_than_a_text_is_left_with_a_note() -> None:
+    """The complaint: the error was replaced by one of its own constructor, which got too few arguments."""
+
+    class TwoParts(RuntimeError):
+        def __init__(self, code: int, why: str) -> None:
+            super().__init__(f"{code} {why}")
+
+    def shapes(x: Tensor) -> Tensor:
+        raise TwoParts(7, "no shapes")
+
+    op = torch.library.custom_op("fzero_test::two_parts", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(shapes)
+    with pytest.raises(TwoParts, match=r"^7 no shapes") as caught:
+        lowered_loss(lambda p, b: op(p["w"]).sum())
+    (note,) = caught.value.__notes__
+    assert note.startswith("test_refuse.py:")
+
+
+def test_an_operand_on_another_device_has_the_users_line() -> None:
+    """The complaint: torch's error of it takes three arguments, so it became a TypeError."""
+    away = torch.ones(3, 3, device="meta")
+    with pytest.raises(RuntimeError, match=r"(?s)on the same device.*test_refuse\.py:\d+: aten\.mm\.default"):
+        lowered_loss(lambda p, b: (b[:, :3] @ away).sum() * p["w"].sum())
+
+
 def lowered_loss(loss: Any) -> None:
     fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), {"w": torch.ones(3)}, torch.ones(4, 3))

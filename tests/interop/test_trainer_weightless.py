@@ -106,3 +106,17 @@ def test_heads_that_models_share_are_padded(head: str) -> None:
     trainer = Trained(getattr(transformers, f"LlamaFor{head}Classification")(config))
     assert weightless.places(trainer)
     assert weightless.rows(trainer, None)
+
+
+def test_a_head_that_reads_the_last_place_is_not_padded() -> None:
+    """The complaint: XLNet's classifier took the state of a padded place, without a word."""
+    config = transformers.XLNetConfig(**SPECIAL, d_model=32, n_layer=2, n_head=4, d_inner=48, num_labels=3)
+    torch.manual_seed(0)
+    made = transformers.XLNetForSequenceClassification(config).eval()
+    given = {**batch("masked"), "labels": torch.tensor([0, 2, 1, 0])}
+    longer = {n: F.pad(x, (0, LONGER - LENGTH)) if x.ndim == 2 else x for n, x in given.items()}
+    with torch.no_grad():
+        assert not torch.allclose(made(**given).loss, made(**longer).loss, rtol=1e-3)
+    assert not weightless.places(Trained(made))
+    assert not weightless.places(Trained(transformers.XLNetForMultipleChoice(config)))
+    assert weightless.places(Trained(transformers.XLNetForTokenClassification(config)))

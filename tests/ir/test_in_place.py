@@ -53,6 +53,20 @@ def complex_sum(w: Tensor, b: Tensor) -> Any:
     return (w * 1).add_(b[0].to(torch.complex64))
 
 
+def root_of_counts(w: Tensor, b: Tensor) -> Any:
+    return (b > 0).sum(0).pow_(0.5)
+
+
+def odds_of_counts(w: Tensor, b: Tensor) -> Any:
+    return (b > 0).sum(0).logit_()
+
+
+def list_of_counts(w: Tensor, b: Tensor) -> Any:
+    counts = (b > 0).sum(0)
+    torch._foreach_mul_([counts], 0.5)
+    return counts
+
+
 def expanded(w: Tensor, b: Tensor) -> Any:
     return w.sum(0).expand(6, 3).mul_(2.0)
 
@@ -61,7 +75,8 @@ def expanded(w: Tensor, b: Tensor) -> Any:
     ("make", "words"),
     [
         (mask_of_a_number, SHAPE), (bound_of_a_number, SHAPE), (power_of_a_row, SHAPE), (half_of_counts, DTYPE),
-        (weighted_counts, DTYPE), (weighted_mask, DTYPE), (complex_sum, DTYPE), (expanded, MEMORY),
+        (weighted_counts, DTYPE), (weighted_mask, DTYPE), (complex_sum, DTYPE), (root_of_counts, DTYPE),
+        (odds_of_counts, DTYPE), (list_of_counts, DTYPE), (expanded, MEMORY),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )  # fmt: skip
@@ -81,13 +96,67 @@ def test_a_quotient_of_whole_numbers_has_its_operands_shape() -> None:
         forms.run(torch.ops.aten.floor_divide_.Tensor, (torch.ones(3), torch.ones(4, 3)), {})
 
 
-def test_what_eager_fills_may_be_expanded() -> None:
-    with FakeTensorMode():
-        for op, rest in (("zero_.default", ()), ("fill_.Scalar", (2.0,)), ("masked_fill_.Scalar", (None, 2.0))):
-            name, overload = op.split(".")
-            x = torch.ones(3).expand(4, 3)
-            args = [torch.ones(4, 3, dtype=torch.bool) if value is None else value for value in rest]
-            forms.run(getattr(getattr(torch.ops.aten, name), overload), (x, *args), {})
+EXPANDED: dict[str, Callable[[Tensor], Any]] = {  # eager takes the first five
+    "fill_": lambda x: x.fill_(5.0),
+    "zero_": lambda x: x.zero_(),
+    "tril_": lambda x: x.tril_(),
+    "index_fill_": lambda x: x.index_fill_(0, torch.tensor([0, 1]), 5.0),
+    "index_put_": lambda x: x.__setitem__(torch.tensor([0, 1]), 5.0),
+    "copy_": lambda x: x.copy_(torch.ones(4, 3)),
+    "cumsum_": lambda x: x.cumsum_(0),
+    "scatter_add_": lambda x: x.scatter_add_(0, torch.zeros(4, 3, dtype=torch.long), torch.ones(4, 3)),
+    "addmm_": lambda x: x.addmm_(torch.ones(4, 2), torch.ones(2, 3)),
+    "_foreach_add_": lambda x: torch._foreach_add_([x], 1.0),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_nothing_is_written_to_an_element_several_times(name: str) -> None:
+    """The complaint: `x = row.expand(4, 3); x.fill_(5.0)` left `row + 4 * (5 - row)` in both."""
+
+    def loss(p: Any, b: Any) -> Tensor:
+        row = b * 1
+        x = row.expand(4, 3)
+        EXPANDED[name](x)
+        return p["w"] * (x.sum() + row.sum())
+
+    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1))
+    with pytest.raises(RuntimeError, match=rf"test_in_place\.py:\d+: aten\.{name}\.\w+ of .*{MEMORY}"):
+        fzero.lower(spec, {"w": torch.ones(())}, torch.ones(1, 3))
+
+
+def test_one_of_the_rows_that_are_one_may_be_written() -> None:
+    def loss(p: Any, b: Any) -> Tensor:
+        row = b * 1
+        x = row.expand(4, 3)
+        x[0] = 5.0
+        return p["w"] * (x.sum() + row.sum())
+
+    state = fzero.init({"w": torch.ones(())}, fzero.Spec(loss=loss, optimizer=optim.sgd(0.1)))
+    assert float(fzero.step(state, torch.ones(1, 3)).metrics["loss"]) == 75.0
+
+
+def doubled(w: Tensor) -> Tensor:
+    made = w * 1
+    torch._foreach_mul_([made], 2.0)
+    return made
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a complex number's power": lambda w: (w * 1j).pow_(2.0).real,
+    "a complex number's number": lambda w: (w * 1j).add_(2.0).abs(),
+    "a real number's number": lambda w: (w * 1).pow_(2),
+    "a list's number": doubled,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_fit_are_taken(name: str) -> None:
+    """The complaint: a power of complex numbers was compared with `number ** tensor`."""
+    w = torch.ones(3)
+    spec = fzero.Spec(loss=lambda p, b: NUMBERS[name](p["w"]).sum() * b.sum(), optimizer=optim.sgd(0.1))
+    state = fzero.step(fzero.init({"w": w}, spec), torch.ones(1))
+    assert float(state.metrics["loss"]) == pytest.approx(float(NUMBERS[name](w).sum()))
 
 
 class Checked(TorchDispatchMode):

@@ -400,6 +400,29 @@ def test_no_layer_asks_the_allocator_for_more_than_planned(
             assert peak <= planned <= 1.15 * peak + 33_000, (steps, rows, width, size)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_asks_for_no_more_than_planned(dtype: torch.dtype) -> None:
+    """The complaint: layers that are wider than their states, and those that are evaluated (no `keep`), asked for more,
+    the latter for a workspace that nobody reads."""
+    if dtype is torch.bfloat16 and not onednn_has_bf16():
+        pytest.skip("a processor without bf16")
+    new = partial(torch.randn, dtype=dtype)
+    shapes = [(1, 100, 320, 16), (1, 8, 320, 1), (5, 64, 127, 8), (64, 1, 64, 255), (2, 2, 256, 8), (9, 7, 128, 5)]
+    for (steps, rows, width, size), keep in itertools.product(shapes, (True, False)):
+        states, weights = (new(rows, size), new(rows, size)), (new(4 * size, width), new(4 * size, size))
+        args = (new(steps, rows, width), *states, *weights, new(4 * size), new(4 * size), None)
+        args = (*args, recurrent_ops.ONEDNN, False, keep)
+        results = recurrent_ops.FORWARD(*args)
+        outs = dict(zip(("ys", "last", "saved"), results, strict=True))
+        forth = given(lambda args=args, outs=outs: torch.ops.fzero.recurrent.out(*args, **outs))
+        assert forth <= recurrent_ops.scratch_bytes(*args), (steps, rows, width, size, keep)
+        if keep:
+            back = (*results, torch.randn_like(results[0]), new(rows, size), *args)
+            grads = {f"d_{n}": g for n, g in zip(loops.Grads._fields, recurrent_ops.BACKWARD(*back), strict=True)}
+            behind = given(lambda back=back, grads=grads: torch.ops.fzero.recurrent_backward.out(*back, **grads))
+            assert behind <= recurrent_ops.backward_scratch_bytes(*back), (steps, rows, width, size)
+
+
 def given(call: Callable[[], Any]) -> int:
     with allocations() as events:
         call()

@@ -21,6 +21,7 @@ UNMASKED = (  # model types in which padded places count, mask or not: they are 
     "canine", "convbert", "cpmant", "funnel", "mobilebert", "nystromformer", "prophetnet", "yoso",
 )  # fmt: skip
 OWN = ("transformers.models.", "transformers.modeling_layers")  # modules of its models, and of the heads they share
+OF_LAST = ("last", "mean", "cls_index")  # summaries of a head's places that read the last one
 LAST_LABEL = ("mbart", "plbart")  # model types that look for the last label of each row
 
 
@@ -44,14 +45,15 @@ def takes_mask(model: Any) -> bool:
 
 def places(trainer: Any) -> bool:
     """Whether padded places weigh nothing in the model's loss: its softmax is not one over places, its forward takes a
-    mask, and it need not look for the last token."""
+    mask, and it need not look for the last token, nor is it the last place that counts."""
     model = inner(trainer.model)
     if not known(trainer.model) or trainer.label_names not in (["labels"], []):
         return False
     config = model.config
     looks = type(model).__name__.endswith("ForSequenceClassification") and getattr(config, "pad_token_id", None) is None
     masked = "attention_mask" in inspect.signature(model.forward).parameters
-    return masked and not looks and config.model_type not in UNMASKED
+    ends = any(getattr(part, "summary_type", "first") in OF_LAST for part in model.modules())
+    return masked and not looks and not ends and config.model_type not in UNMASKED
 
 
 def rows(trainer: Any, batch: Any) -> bool:

@@ -45,7 +45,7 @@ def test_loss_and_gradient(
     logits = drawn(rows, columns + more, seed=0, dtype=torch.float32).mul(10).to(dtype)
     logits[:, columns:] = torch.nan
     target = torch.randint(0, columns, (rows,), generator=torch.Generator().manual_seed(1))
-    target[rows // 2 :: 3] = ignored if ignored < columns else -100
+    target[rows // 2 :: 3] = ignored
     exact = logits[:, :columns].double().requires_grad_()
     wanted = F.cross_entropy(exact, target, ignore_index=ignored, reduction="mean" if mean else "sum")
     seed = torch.tensor(0.5) if seeded else None
@@ -74,6 +74,16 @@ def test_what_is_not_finite_is_torchs(bad: float) -> None:
     softmax_loss.softmax_loss(x, target, None, loss, out, columns=3, mean=False, ignored=-100)
     torch.testing.assert_close(loss, losses.detach(), equal_nan=True)
     torch.testing.assert_close(out, exact.grad, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e6, 1e6, 3e38])
+def test_rows_of_large_numbers_are_torchs(least: float) -> None:
+    """The complaint: a row that is masked with the least number had a loss of -inf, and gradients of inf."""
+    x, target = torch.full((2, 4), least), torch.tensor([1, 3])
+    out, loss = torch.empty_like(x), torch.tensor(0.0)
+    softmax_loss.softmax_loss(x, target, None, loss, out, columns=4, mean=True, ignored=-100)
+    assert float(loss) == pytest.approx(math.log(4), rel=1e-6)
+    assert out[0].tolist() == pytest.approx([0.125, -0.375, 0.125, 0.125], rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [-1, 3, 4, 1 << 40])
@@ -164,9 +174,20 @@ def weighed(x: Tensor, y: Tensor) -> list[Tensor]:
     return [loss, aten._log_softmax_backward_data(zeros, logs, 1, torch.float32).to(torch.bfloat16)]
 
 
+def of_several_labels(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Rows of 12 logits that are two labels' of six."""
+    target = y.view(16)
+    logs = aten._log_softmax(x.float().view(16, 6), 1, False)
+    loss, count = aten.nll_loss_forward(logs, target, None, 1, -100)
+    zeros = aten.nll_loss_backward(torch.ones_like(loss), logs, target, None, 1, -100, count)
+    found = aten._log_softmax_backward_data(zeros, logs, 1, torch.float32)
+    return [loss, found.view(8, 12).to(torch.bfloat16)]
+
+
 @pytest.mark.parametrize(
     ("fn", "inputs"),
     [
+        (of_several_labels, [LOGITS, Y.clamp(0, 5).repeat(2, 1)]),
         (read_elsewhere, [LOGITS, Y]),
         (scaled, [LOGITS, Y]),
         (kept_in_fp32, [LOGITS, Y]),
@@ -178,5 +199,5 @@ def weighed(x: Tensor, y: Tensor) -> list[Tensor]:
     ],
 )
 def test_other_stretches_have_none(fn: Any, inputs: list[Tensor]) -> None:
-    """More than the kernel does, other dtypes, weights, a gradient of another reduction."""
+    """More than the kernel does, other rows, other dtypes, weights, a gradient of another reduction."""
     assert own_kernels.kernel_for(stretch(fn, inputs)) is None
