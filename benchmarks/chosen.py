@@ -35,6 +35,7 @@ from fzero import optim, tree
 from fzero.hardware import Hardware, load, to_toml
 from fzero.planner.chosen import chosen_of, with_chosen
 from fzero.planner.nothing_fits import NothingFitsError
+from fzero.planner.programs import host_bytes
 from fzero.tools.measured_machine import measured_machine
 
 RANKS, TIGHT = 2, 0.75
@@ -70,7 +71,8 @@ def contenders(model: str, here: Hardware, tight: bool) -> dict[str, dict[str, A
         fields = {"mesh": {"dp": RANKS}, **fields}
         own = spec.but(planned=list(fields), **fields)
         made = fzero.lower(own, params, rows_of(own, batch, 0), world_size=RANKS)
-        return {"chosen": chosen_of(own), "seconds": fzero.simulate(made, here).seconds, "peak": made.memory.peak}
+        peak = made.memory.peak + host_bytes(made)  # the host of a processor is the same memory
+        return {"chosen": chosen_of(own), "seconds": fzero.simulate(made, here).seconds, "peak": peak}
 
     found = {"default": lowered({})}
     memory = int(found["default"]["peak"] * (TIGHT if tight else 4))
