@@ -473,7 +473,9 @@ def scaled(p: Any, batch: torch.Tensor) -> torch.Tensor:
     return loss(p, batch) * SCALE["by"]
 
 
-def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_whose_reads_have_changed_goes_with_its_executor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = fzero.Spec(loss=scaled, optimizer=fzero.optim.sgd(1e-2), on_change="retrace")
     state = fzero.init({"w": torch.ones(4, 4), "v": torch.ones(4, 2)}, spec)
     runtime: Any = state.runtime
@@ -487,3 +489,5 @@ def test_a_program_whose_reads_have_changed_goes_with_its_executor(monkeypatch: 
         assert id(lowered) in runtime.bound
         seen.append(lowered.graph)
     assert len({*map(id, seen)}) == 3, "each was traced"
+    assert "a new program is traced: " in caplog.text
+    assert "SCALE['by']" in caplog.text, "what has changed"

@@ -65,6 +65,8 @@ def test_a_sum_in_codes_is_that_of_what_ranks_say(scatters: bool, shape: tuple[i
     assert kinds == (["all_to_all"] if scatters else ["all_to_all", "all_gather"])
     moved = [node for node in made.graph.nodes if node.target in ops.TRANSFERS]
     assert {node.args[0].meta["val"].dtype for node in moved} == {torch.uint8}
+    over = {node.args[1:3] for node in moved}
+    assert over == {("tp", n)}
     part = -(-(inputs[0].numel() // n) // 64) * 64 if scatters else -(-inputs[0].numel() // (64 * n)) * 64
     fits = part * n == inputs[0].numel()
     calls = [node.target for node in made.graph.nodes]

@@ -20,7 +20,7 @@ from torch import fx
 import fzero
 from fzero.shard import ops
 from fzero.shard.claims import claim_of
-from fzero.shard.local_graph import AROUND, LocalGraph
+from fzero.shard.local_graph import AROUND, LocalGraph, _memory_order
 from fzero.shard.moves import Move, kind_of, wire_bytes
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, join, split
 from fzero.shard.rules import Strategy
@@ -224,3 +224,9 @@ def test_a_norm_of_narrow_values_with_wide_parameters() -> None:
     alone, both = trained(1), trained(2)
     for path, leaf in alone.final.items():
         torch.testing.assert_close(both.final[path], leaf, rtol=0, atol=1e-2, msg=path)
+
+
+def test_an_expanded_dim_lies_in_memory_where_a_copy_has_it() -> None:
+    assert _memory_order(torch.empty(4, 1).expand(4, 3)) == [0, 1]
+    assert _memory_order(torch.empty(3).expand(4, 3)) == [0, 1]
+    assert _memory_order(torch.empty(4, 3).t()) == [1, 0]
