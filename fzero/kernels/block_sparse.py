@@ -256,15 +256,11 @@ def backward_out(
         (head, tail), constants = _common(q, k, v, table, documents, block, x.shape[1])
         programs = x.shape[0] * x.shape[1] * (x.shape[2] // constants["TILE"])
         args = (*into, *operands, *head, *strides, *tail, *numbers)
-        if (
-            kernel is _columns_kernel
-            and q.element_size() == 2
-            and constants["TILE"] * max(q.shape[3], v.shape[3]) <= 4096
-        ):
-            constants["num_warps"] = 4  # eight would spill
-        _triton.launch(
-            kernel, programs, q.device, *args, num_stages=1, maxnreg=REGISTERS, **constants
-        )  # as more stages
+        small = q.element_size() == 2 and constants["TILE"] * max(q.shape[3], v.shape[3]) <= 4096
+        if kernel is _columns_kernel and small:
+            constants["num_warps"] = 4  # with eight it spills on sm_80
+        # of more stages it would spill
+        _triton.launch(kernel, programs, q.device, *args, num_stages=1, maxnreg=REGISTERS, **constants)
     return dq, dk, dv
 
 
