@@ -7,6 +7,7 @@ depend on no input. It notes the user's line and the phase on each new node.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -69,6 +70,8 @@ class Watch(TorchDispatchMode):
             return self._seen(func, args, kwargs)
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
+        known = self.known if innermost else None
         if func.namespace == "profiler":  # record_function: the trace's own time, no part of the program
             with unwatched():
                 return func(*args, **(kwargs or {}))
@@ -82,6 +85,7 @@ class Watch(TorchDispatchMode):
         if odd := [x for x in args if isinstance(x, torch.Tensor) and _is_subclass(x)]:
             name = name_of(odd[0], self.tracing.fns)
             raise Refused(f"{func} at {self.where()} reads {name}, a {type(odd[0]).__name__}. {PLAIN}")
+        args = mixed_dtypes.with_bytes_cast(func, args, partial(self._result, known=known))
         if mixed := mixed_dtypes.why(func, args):
             raise Refused(f"{func} at {self.where()} {mixed}")
         if of(func).keeps_overlap and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
@@ -90,9 +94,8 @@ class Watch(TorchDispatchMode):
             raise Refused(str(ambient_draw(func, self.where())))
         if func is aten._efficientzerotensor.default:
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
-        innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
         try:
-            result = self._result(func, args, kwargs or {}, self.known if innermost else None)
+            result = self._result(func, args, kwargs or {}, known)
         except Exception as error:
             operands = " and ".join(map(describe, fx_values.tensors(optree.tree_leaves(list(args)))))  # type: ignore[arg-type]
             self.tracing.failed, self.tracing.raised = self.where(), (error, f"{func} of {operands}")

@@ -1,4 +1,4 @@
-"""in_place: what eager PyTorch refuses of an in-place op, and its rules for fake tensors let pass.
+"""in_place: what eager PyTorch refuses of an op that writes (`add_`, `out=`), and its rules for fake tensors let pass.
 
 A write of more elements than there are (`m &= mask` of a 0-d `m`), of a dtype that the tensor cannot hold (`counts *=
 0.5` of integers), or to an expanded tensor. A trace would compute all three, and with numbers that eager has not.
@@ -24,15 +24,16 @@ _OWN_RESULT = {aten.conj_physical}  # which gives real numbers' very tensor
 
 
 def check(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fake: Callable[..., Any]) -> None:
-    """Checks that an in-place op of aten writes each element once. Of one that computes each by itself, also that the
-    result fits; of others torch does. fake: gives the result of an op on fake tensors.
+    """Checks that an op of aten that writes does so to each element once. Of one that computes each by itself, also
+    that the result fits; of others torch does. fake: gives the result of an op on fake tensors.
 
     Raises RuntimeError in eager's words.
     """
-    if not _is_in_place(op):
+    names = _written(op)
+    if not names:
         return
-    written = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-    if any(map(_is_expanded, written)):
+    given = {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
+    if any(map(_is_expanded, (x for name in names for x in _values(given.get(name))))):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
@@ -40,13 +41,17 @@ def check(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fake: 
     pure = _pure(op)
     if pure is None or _is_like(args, kwargs):
         return
-    results = fake(pure, args, kwargs)
-    for own, result in zip(written, results if written is args[0] else [results], strict=True):
-        _check_result(own, result)
+    results = fake(pure, args, {name: value for name, value in kwargs.items() if name not in names})
+    for own, result in zip(_values(given[names[0]]), _values(results), strict=True):
+        _check_result(own, result, resized=names[0] in kwargs)
 
 
-def _check_result(own: torch.Tensor, result: torch.Tensor) -> None:
-    if result.shape != own.shape:
+def _values(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+
+
+def _check_result(own: torch.Tensor, result: torch.Tensor, *, resized: bool) -> None:
+    if result.shape != own.shape and not resized:
         raise RuntimeError(
             f"output with shape {list(own.shape)} doesn't match the broadcast shape {list(result.shape)}"
         )
@@ -56,7 +61,7 @@ def _check_result(own: torch.Tensor, result: torch.Tensor) -> None:
 
 
 def _is_expanded(own: torch.Tensor) -> bool:
-    return any(n > 1 and step == 0 for n, step in zip(own.shape, own.stride(), strict=True))
+    return own.numel() > 1 and any(n > 1 and step == 0 for n, step in zip(own.shape, own.stride(), strict=True))
 
 
 def _is_like(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -70,22 +75,29 @@ def _is_like(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 @functools.cache
-def _is_in_place(op: OpOverload) -> bool:
-    """Whether an op of aten writes values to its first operand, but for draws."""
-    first = op._schema.arguments[0].alias_info if op._schema.arguments else None
-    tags = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
-    return op.namespace == "aten" and first is not None and first.is_write and not tags.intersection(op.tags)
+def _written(op: OpOverload) -> list[str]:
+    """The arguments to which an op of aten writes values, but for draws."""
+    if op.namespace != "aten" or {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}.intersection(op.tags):
+        return []
+    return [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @functools.cache
 def _pure(op: OpOverload) -> OpOverload | None:
-    """Of an elementwise in-place op that which writes nothing and else is the same; None of every other op."""
-    name, own = op.overloadpacket.__name__, op._overloadname
-    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    if packet is None or packet in _OWN_RESULT:
+    """Of an elementwise op that writes to one argument that which writes nothing and else is the same; None of
+    others."""
+    name, types = op.overloadpacket.__name__, _types(op)
+    is_out = op._schema.arguments[-1].is_out
+    packet = (
+        op.overloadpacket if is_out else getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    )
+    if packet is None or packet in _OWN_RESULT or len(_written(op)) > 1:
         return None
-    names = f"Tensor_{own}", own, "default"  # pow_.Scalar is pow.Tensor_Scalar, floor_divide_.Tensor floor_divide
-    same = [each for each in names if each in packet.overloads()]
-    pure: OpOverload | None = getattr(packet, same[0]) if same else None
-    elementwise = pure is not None and (torch.Tag.pointwise in pure.tags or packet in _UNTAGGED)
-    return pure if elementwise or name.startswith(FOREACH) else None
+    overloads: list[OpOverload] = [getattr(packet, each) for each in packet.overloads()]
+    pure = [x for x in overloads if not x._schema.is_mutable and _types(x) == (types[:-1] if is_out else types)]
+    elementwise = pure and (torch.Tag.pointwise in pure[0].tags or packet in _UNTAGGED or name.startswith(FOREACH))
+    return pure[0] if elementwise else None
+
+
+def _types(op: OpOverload) -> list[str]:
+    return [str(argument.type) for argument in op._schema.arguments]

@@ -45,7 +45,8 @@ class OpInfo:
         kernel for meta tensors is its shape rule, as of aten's pointwise ops. Pure ops of aten are kept without saying.
     traced: its trace, given what is known of values, then its operands. one_dtype: places of operands, or "all", that
         it refuses in several dtypes when it runs, but not on fake tensors. index: the place of an operand of indices,
-        and the dtypes that it takes when it runs. numbers: it refuses bool when it runs. keeps_overlap: its result may
+        and the dtypes that it takes when it runs. read_bytes: the place of an operand that may be of uint8, and the
+        dtype as which its kernel reads that. numbers: it refuses bool when it runs. keeps_overlap: its result may
         overlap itself as its operand does.
     norm_weight: the place of a norm's weight, whose dtype decides that of its statistics.
 
@@ -92,6 +93,7 @@ class OpInfo:
     traced: Callable[..., Any] | None = None
     one_dtype: Literal["all"] | tuple[int, ...] | None = None
     index: tuple[int, tuple[torch.dtype, ...]] | None = None
+    read_bytes: tuple[int, torch.dtype] | None = None
     numbers: bool = False
     keeps_overlap: bool = False
     norm_weight: int | None = None
@@ -140,13 +142,14 @@ def rows(names: str, row: OpInfo, of: str = "aten") -> dict[str, OpInfo]:
 
 LONG = (torch.int64,)
 INDICES = (torch.int32, torch.int64)
-TARGETS = (torch.uint8, torch.int64)
+PLACES = (*INDICES, torch.bool)
 
 ROWS: dict[str, OpInfo] = {
     # attention
     "aten._scaled_dot_product_cudnn_attention": OpInfo(seeds=(6, 7)),
     # elementwise
-    **rows("abs add div mul neg sqrt where threshold_backward", OpInfo(overwrites="elements", exact=True)),
+    **rows("abs add div mul neg sqrt threshold_backward", OpInfo(overwrites="elements", exact=True)),
+    "aten.where": OpInfo(overwrites="elements", exact=True, read_bytes=(0, torch.bool)),
     "aten.sub": OpInfo(overwrites="elements", exact=True, numbers=True),
     **rows("sub_ rsub", OpInfo(numbers=True)),
     **rows("heaviside heaviside_", OpInfo(one_dtype="all")),
@@ -219,20 +222,25 @@ ROWS: dict[str, OpInfo] = {
     # pieces, indices, losses
     **rows("cat stack tril triu", OpInfo(fusion="loop", out_form="call", fake="kernel")),
     **rows("slice_backward select_backward constant_pad_nd embedding", OpInfo(fusion="loop", fake="kernel")),
-    **rows("gather index max_pool2d_with_indices", OpInfo(out_form="call")),
+    **rows("gather max_pool2d_with_indices", OpInfo(out_form="call")),
+    "aten.index": OpInfo(out_form="call", index=(1, PLACES), read_bytes=(1, torch.bool)),
     "aten.index_select": OpInfo(out_form="call", index=(2, INDICES)),
     **rows("embedding_dense_backward native_group_norm_backward", OpInfo(fake="kernel")),
     **rows("as_strided_scatter diagonal_scatter select_scatter slice_scatter", OpInfo(keeps_overlap=True)),
     "aten.nll_loss_forward": OpInfo(
-        fusion="loop", out_form="call", fake="kernel", one_dtype=(0, 2), index=(1, TARGETS)
+        fusion="loop", out_form="call", fake="kernel", one_dtype=(0, 2), index=(1, LONG), read_bytes=(1, torch.int64)
     ),
-    "aten.nll_loss_backward": OpInfo(fusion="loop", out_form="call", fake="kernel"),
-    "aten.nll_loss2d_forward": OpInfo(one_dtype=(0, 2), index=(1, TARGETS)),
+    "aten.nll_loss_backward": OpInfo(fusion="loop", out_form="call", fake="kernel", read_bytes=(2, torch.int64)),
+    "aten.nll_loss2d_forward": OpInfo(one_dtype=(0, 2), index=(1, LONG)),
+    "aten.huber_loss_backward": OpInfo(one_dtype=(0, 1, 2)),
     **rows("multi_margin_loss multilabel_margin_loss_forward", OpInfo(index=(1, LONG))),
     "aten.binary_cross_entropy": OpInfo(one_dtype=(0, 1, 2)),
     **rows("grid_sampler_2d grid_sampler_3d linalg_cross polar complex _cdist_forward", OpInfo(one_dtype=(0, 1))),
     **rows("_embedding_bag _embedding_bag_forward_only", OpInfo(one_dtype=(0, 6))),
-    **rows("index_put index_put_ _unsafe_index_put", OpInfo(one_dtype=(0, 2))),
+    **rows(
+        "index_put index_put_ _unsafe_index_put",
+        OpInfo(one_dtype=(0, 2), index=(1, PLACES), read_bytes=(1, torch.bool)),
+    ),
     **rows("put put_", OpInfo(one_dtype=(0, 2), index=(1, LONG))),
     **rows("index_copy index_copy_", OpInfo(one_dtype=(0, 3), index=(2, LONG))),
     **rows("index_add index_add_ index_reduce index_reduce_", OpInfo(one_dtype=(0, 3), index=(2, INDICES))),

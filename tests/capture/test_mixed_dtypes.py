@@ -116,6 +116,49 @@ def test_indices_that_eager_refuses_are_refused_at_their_line(name: str) -> None
     lowered(INDICES[name], y)
 
 
+MASK = torch.tensor([0, 1, 1, 0, 1, 0], dtype=torch.uint8)
+BYTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "labels": F.cross_entropy,
+    "a choice": lambda w, y: torch.where(y[:, None], w, 0.0),
+    "rows of a mask that is known": lambda w, y: w[MASK],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*uint8:UserWarning")
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_are_read_as_eager_reads_them(name: str) -> None:
+    """The complaint: labels and masks of uint8 were refused."""
+    w = torch.randn(6, 3)
+    wanted = BYTES[name](w, MASK).sum()
+    spec = fzero.Spec(loss=lambda p, b: BYTES[name](p["w"], b).sum(), optimizer=optim.sgd(0.1))
+    state = fzero.step(fzero.init({"w": w}, spec), MASK)
+    assert float(state.metrics["loss"]) == pytest.approx(float(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float16])
+def test_a_target_whose_gradient_eager_refuses(dtype: torch.dtype) -> None:
+    """The complaint: a raw RuntimeError when the step ran."""
+    target = torch.ones(6, 3, dtype=dtype)
+    with pytest.raises(RuntimeError, match="Found dtype"):
+        F.huber_loss(torch.ones(6, 3, requires_grad=True), target).backward()
+    with pytest.raises(CaptureError, match=r"huber_loss_backward\.default at test_mixed_dtypes\.py:\d+ .*one dtype"):
+        lowered(F.huber_loss, target)
+
+
+def test_places_of_floats_are_refused() -> None:
+    """The complaint: a raw IndexError when the step ran."""
+
+    def written(w: Tensor, places: Tensor) -> Tensor:
+        x = w * 1
+        x[places] = 0.0
+        return x
+
+    with pytest.raises(
+        CaptureError, match=r"index_put_\.default at test_mixed_dtypes\.py:\d+ is given f32\[6\] as ind"
+    ):
+        lowered(written, torch.ones(6))
+
+
 TRUTHS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sub.Tensor": lambda w, m: w - m,
     "sub.Tensor ": lambda w, m: m - w,

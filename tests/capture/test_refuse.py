@@ -301,6 +301,25 @@ def test_a_refusal_in_a_backward_of_the_users_own_names_its_line() -> None:
     refused(lambda p, b: Asks.apply(b * p["w"]).sum(), here(Asks), "aten._local_scalar_dense.default")
 
 
+class Sums(torch.autograd.Function):
+    """A row's sum for the gradient of all of its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.sum(0)
+
+
+def test_a_gradient_of_another_shape_is_told_of_the_users_backward() -> None:
+    """The complaint: it was taken for a `squeeze_`, of which there is none."""
+    spec = fzero.Spec(loss=lambda p, b: Sums.apply(b * p["w"]).sum(), optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+\)?: .*return one of that shape from a backward"):
+        fzero.lower(spec, {"w": torch.ones(4, 3)}, torch.ones(4, 3))
+
+
 def test_nodes_of_the_backward_have_the_line_of_the_forward() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         return (b @ p["w"]).tanh().sum()  # here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import opdb
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo  # 2.11.0, 2.13.0
 
 import fzero
 from fzero import optim, tree
@@ -18,6 +21,7 @@ from fzero._torch_compat import FakeTensorMode, TorchDispatchMode
 from fzero.ir import forms, in_place
 
 SHAPE, DTYPE, MEMORY = "doesn't match the broadcast shape", "can't be cast to the desired output", "single memory"
+SAID = DTYPE, MEMORY
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64)
 
 
@@ -67,6 +71,18 @@ def list_of_counts(w: Tensor, b: Tensor) -> Any:
     return counts
 
 
+def scaled_counts(w: Tensor, b: Tensor) -> Any:
+    return (b > 0).sum(0).ldexp_(b[0])
+
+
+def counts_of_an_out(w: Tensor, b: Tensor) -> Any:
+    return torch.mul(b, 0.5, out=torch.zeros(4, 3, dtype=torch.long))
+
+
+def expanded_out(w: Tensor, b: Tensor) -> Any:
+    return torch.mul(b, 0.5, out=torch.zeros(3).expand(4, 3))
+
+
 def expanded(w: Tensor, b: Tensor) -> Any:
     return w.sum(0).expand(6, 3).mul_(2.0)
 
@@ -76,7 +92,8 @@ def expanded(w: Tensor, b: Tensor) -> Any:
     [
         (mask_of_a_number, SHAPE), (bound_of_a_number, SHAPE), (power_of_a_row, SHAPE), (half_of_counts, DTYPE),
         (weighted_counts, DTYPE), (weighted_mask, DTYPE), (complex_sum, DTYPE), (root_of_counts, DTYPE),
-        (odds_of_counts, DTYPE), (list_of_counts, DTYPE), (expanded, MEMORY),
+        (odds_of_counts, DTYPE), (list_of_counts, DTYPE), (expanded, MEMORY), (scaled_counts, "be cast to the desired"),
+        (counts_of_an_out, DTYPE), (expanded_out, MEMORY),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )  # fmt: skip
@@ -86,7 +103,7 @@ def test_what_eager_refuses_is_refused_at_its_line(make: Callable[..., Any], wor
     with pytest.raises(RuntimeError, match=words):
         make(w, batch)
     spec = fzero.Spec(loss=lambda p, b: p["w"].sum() * make(p["w"], b).sum().real, optimizer=optim.sgd(0.1))
-    with pytest.raises(RuntimeError, match=rf"test_in_place\.py:\d+: aten\.\w+_\.\w+ of .*{re.escape(words)}"):
+    with pytest.raises(RuntimeError, match=rf"test_in_place\.py:\d+: aten\.\w+\.\w+ of .*{re.escape(words)}"):
         fzero.lower(spec, {"w": w}, batch)
 
 
@@ -166,8 +183,8 @@ class Checked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable:
-            in_place.check(func, args, kwargs or {}, forms.run)
             self.count += 1
+            in_place.check(func, args, kwargs or {}, forms.run)
         return func(*args, **kwargs or {})
 
 
@@ -189,10 +206,51 @@ def test_what_eager_takes_is_taken(dtype: torch.dtype, whole: bool) -> None:
                     with checked:
                         info.inplace_variant(own, *args, **kwargs)
                 except Exception as error:
-                    if any(words in str(error) for words in (DTYPE, MEMORY)):
+                    if any(words in str(error) for words in SAID):
                         refused.append((info.name, sample, error))
     assert refused == []
     assert checked.count >= (200 if whole else 10)
+
+
+@pytest.mark.parametrize("given", DTYPES, ids=str)
+@pytest.mark.sampled(1)
+def test_an_out_is_taken_where_eager_takes_it(given: torch.dtype, whole: bool) -> None:
+    """The elementwise ops of torch's operator database into a tensor of this dtype, and into an expanded one."""
+    checked, differing = Checked(), []
+    kinds = (UnaryUfuncInfo, BinaryUfuncInfo)
+    infos = [
+        x
+        for x in opdb.OPS.values()
+        if isinstance(x, kinds) and x.supports_out and x.supports_dtype(torch.float32, "cpu")
+    ]
+    for info in infos if whole else random.Random(str(given)).sample(infos, 15):
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 3):
+            result = info.op(sample.input, *sample.args, **sample.kwargs)
+            if not isinstance(result, Tensor):  # frexp's two
+                continue
+            for out in (torch.zeros_like(result, dtype=given), torch.zeros((), dtype=given).expand(result.shape)):
+                refused, why = refuses(info.op, sample, out), refuses(info.op, sample, out, checked)
+                if (not refused and any(map(why.__contains__, SAID))) or (
+                    not why and any(map(refused.__contains__, SAID))
+                ):
+                    differing.append((info.name, sample, out.dtype, refused, why))
+    assert differing == []
+    assert checked.count >= (500 if whole else 30)
+
+
+def refuses(op: Callable[..., Any], sample: Any, out: Tensor, checked: Checked | None = None) -> str:
+    """The error of an op that writes to `out`; with `checked` that on fake tensors."""
+    operands = out, sample.input, sample.args, sample.kwargs
+    with contextlib.ExitStack() as stack:
+        if checked is not None:
+            mode = stack.enter_context(FakeTensorMode())
+            operands = tree.map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, operands)
+            stack.enter_context(checked)
+        try:
+            op(operands[1], *operands[2], **operands[3], out=operands[0])
+        except Exception as error:
+            return str(error) or "an error"
+    return ""
 
 
 def samples(info: Any, dtype: torch.dtype) -> list[Any]:
