@@ -54,15 +54,21 @@ def transport_name(device: torch.device, transfers: str) -> str:
 
 
 def transport_for(
-    rank: int, mesh: Mesh, device: torch.device, transfers: str, presence: heartbeat.Presence = heartbeat.ALONE
+    rank: int,
+    mesh: Mesh,
+    device: torch.device,
+    transfers: str,
+    presence: heartbeat.Presence = heartbeat.ALONE,
+    *,
+    disk: bool = False,
 ) -> Transport:
     """Returns the transport of this run. Collective if there are several ranks.
 
-    transfers: the field of the spec. presence: that of the group over which ranks agree. Raises SpecError if the spec
-    asks for shared memory and the ranks have none.
+    transfers: the field of the spec. presence: that of the group over which ranks agree. disk: whether a disk reads and
+    writes the memory. Raises SpecError if the spec asks for shared memory and the ranks have none.
     """
-    block: Callable[[int], torch.Tensor]
-    block, name, host, why = storage.block_of(device), transport_name(device, transfers), None, ""
+    name, host, why = transport_name(device, transfers), None, ""
+    block = storage.block_of(device, disk=disk)
     along = lines(mesh, rank, device, presence)
     if backend.of(device).group == "nccl" and along:
         return Transport(

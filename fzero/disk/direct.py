@@ -65,26 +65,27 @@ class Lockable(Protocol):
         """Locks all of them."""
 
 
-def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap) -> Tensor:
+def aligned(nbytes: int, kind: type[mmap.mmap] = mmap.mmap, *, huge: bool = True) -> Tensor:
     """Returns zeroed memory of this process: uint8, 1-D, `nbytes` long, at the beginning of a page, as direct I/O needs
     it. It is freed with the last tensor on it. A page that is only read takes none. kind: what makes the pages; those
     that are `Lockable` are locked.
 
-    The kernel is asked for huge pages, but for the end that fills none. A request to a disk has a limited number of
-    pieces, so with small pages it is cut into more (`is_huge`).
+    huge: the kernel is asked for huge pages, but for the end that fills none. A request to a disk has a limited number
+    of pieces, so with small pages it is cut into more (`is_huge`). Where no disk reads the memory, small pages are
+    better: a virtual machine whose host takes free memory back may need seconds for each GB of huge ones.
 
     >>> aligned(5000).shape, aligned(5000).data_ptr() % 4096
     (torch.Size([5000]), 0)
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    huge = HUGE if nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
-    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + huge
+    unit = HUGE if huge and nbytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE") else 0
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + unit
     pages = kind(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % huge if huge else 0
-    if huge:
+    first = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % unit if unit else 0
+    if unit:
         with contextlib.suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE, first, nbytes // huge * huge)
+            pages.madvise(mmap.MADV_HUGEPAGE, first, nbytes // unit * unit)
             _remember(pages, first, nbytes)
     if isinstance(pages, Lockable):
         pages.lock()

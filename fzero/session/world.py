@@ -165,7 +165,8 @@ class World:
         self.agree(name, digest, failure, [_libraries()])
         here = heartbeat.of(self.group)
         with here.running():
-            transport = transport_for(self.rank, mesh, self.device, spec.transfers, here)
+            disk = spec.nvme_path is not None
+            transport = transport_for(self.rank, mesh, self.device, spec.transfers, here, disk=disk)
         own = ""
         try:
             store = default_store() if self.size > 1 else None

@@ -18,10 +18,12 @@ from fzero.state.order import Order, cuts
 Block = Callable[[int], torch.Tensor]  # makes memory of a number of bytes (uint8, 1-D)
 
 
-def block_of(device: torch.device | str) -> Callable[[int], torch.Tensor]:
+def block_of(device: torch.device | str, *, disk: bool = False) -> Callable[[int], torch.Tensor]:
     """Returns a function from a number of bytes to new memory on a device (uint8, 1-D): zeroed, and on the CPU of pages
-    of its own, which the machine provides when they are first written."""
-    return aligned if backend.of(device).on_host else partial(torch.zeros, dtype=torch.uint8, device=device)
+    of its own, which the machine provides when they are first written. disk: whether a disk reads and writes it."""
+    if not backend.of(device).on_host:
+        return partial(torch.zeros, dtype=torch.uint8, device=device)
+    return partial(aligned, huge=disk)
 
 
 @runtime_checkable

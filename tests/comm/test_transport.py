@@ -119,7 +119,7 @@ def test_in_a_pipeline_all_goes_through_memory_if_there_is_some(played: Any) -> 
 
 def test_on_cuda_all_is_nccls(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    monkeypatch.setattr(transport.storage, "block_of", lambda device: "block")
+    monkeypatch.setattr(transport.storage, "block_of", lambda device, *, disk: "block")
     found = transport_for(0, Mesh((("dp", 2), ("tp", 2))), device, "auto", Presence(0, 1))
     assert (found.name, found.block, found.why) == ("nccl", "block", "NCCL")
     assert {type(comm) for comm in found.comm.comms.values()} == {Nccl}

@@ -172,7 +172,7 @@ def test_an_update_that_roles_cannot_make_is_told_before_memory_is_taken(
         raise error
 
     monkeypatch.setattr(module, "check_update", check)
-    monkeypatch.setattr(module, "transport_for", lambda *given: pytest.fail("nothing is made"))
+    monkeypatch.setattr(module, "transport_for", lambda *given, **named: pytest.fail("nothing is made"))
     with pytest.raises(SpecError, match="several roles"):
         made(told, of=of)
     assert [(one.call, one.failure) for one in told] == [("init", error)]

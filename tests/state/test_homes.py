@@ -11,6 +11,7 @@ import torch
 from helpers import gloo, values
 
 import fzero
+from fzero.disk.direct import is_huge
 from fzero.state import homes
 
 LEAVES = 70
@@ -85,3 +86,14 @@ def test_a_drive_for_each_rank(tmp_path: Path) -> None:
         assert f"{tmp_path}/gone: no file of " in error
         assert "there is no such folder" in error
         assert error.startswith("OffloadError: " if rank else "DisagreementError: rank 1 failed before ")
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_only_memory_that_a_disk_reads_lies_in_huge_pages(on_disk: bool, tmp_path: Path) -> None:
+    """A virtual machine may need seconds to find a GB of huge pages: half of the first step of 100M parameters."""
+    there = {"offload": {"optimizer": "nvme"}, "nvme_path": str(tmp_path)} if on_disk else {}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), **there)
+    state = fzero.step(fzero.init({"w": torch.zeros(1024, 1024)}, spec), torch.zeros(4, 1024))
+    runtime = fzero.session.session.session_of(state)
+    held = [x.data_ptr() for x in runtime.memory.in_memory.values() if x.numel() > 1 << 20]
+    assert [is_huge(address) for address in (runtime.arena.data_ptr(), *held)] == [on_disk] * (1 + len(held))
