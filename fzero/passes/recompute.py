@@ -7,9 +7,10 @@ layer then keeps its input instead of its intermediate values; its forward runs 
 next layer needs, and without what leads to a value that is kept. Its parameters are gathered once for the second
 forward and the backward.
 
-A transfer between two such segments is repeated too, on all ranks of its axis, if that saves more bytes than it sends.
-A gather and an exchange do: their source is made again, or is a part. A sum over ranks does not. The op says both
-numbers.
+A transfer between two such segments is repeated too, on all ranks of its axis, if that saves more bytes than it sends,
+or a gather as many. A gather and an exchange do: their source is made again, or is a part. A sum over ranks does not.
+The op says both numbers. A source that an earlier layer made is kept: it is what that layer hands on, and to make it again would run all
+layers before it again, at once.
 
     run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
     becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
@@ -21,9 +22,9 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -32,8 +33,10 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Ref
+from fzero.plan.pipeline_cut import layer_of
 
 Rules = Mapping[str, str]
+T = TypeVar("T")
 
 
 def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()) -> Program:
@@ -60,7 +63,7 @@ class _Again:
     renames: by value, its name where it is made again. wanted: those that the forward reads too, sources of repeated
     transfers. edits: the repeated ops before others, and instead of runs those that write less. late: by value, its
     uses after the forward, those of repeated ops too: before which op, and the chunk. parts: segments that were made.
-    Only the methods `run` and `transfer` write these.
+    layers: by op, the layers of a run. Only the methods `run` and `transfer` write these.
     """
 
     def __init__(self, program: Program, under: Sequence[bool], keep: frozenset[str]) -> None:
@@ -74,6 +77,7 @@ class _Again:
         self.wanted: set[str] = set()
         self.late: dict[str, list[tuple[int, int | None]]] = {}
         self.parts: dict[tuple[Any, ...], tuple[fx.GraphModule, list[int]]] = {}
+        self.layers = _layers(program)
         for name, refs in self.readers.items():
             uses = [(i, program.ops[i].chunk) for i, _ in refs if self.backward[i]]
             if uses:
@@ -95,21 +99,22 @@ class _Again:
         self._repeat([replace(again, writes=tuple(map(self._named, repeated)), why=f"again {op.why}")], repeated)
 
     def transfer(self, index: int, op: Op) -> None:
-        """A transfer of the forward whose result the backward reads, where that saves more bytes than it sends.
+        """A transfer of the forward whose result the backward reads, where that saves the bytes that it sends.
 
-        Its source is made again too, by the run that made it, or is kept."""
+        Its source is made again too, by the run of the same layer that made it, or is kept."""
         target, source = op.writes[0], op.reads[0]
         uses = self.late.get(target.name, [])
-        asked = any(self.full[i] for i, _ in self.readers.get(target.name, ()))
-        if not uses or not asked or target.name in self.keep or any(chunk != op.chunk for _, chunk in uses):
+        readers = [i for i, _ in self.readers.get(target.name, ()) if self.full[i]]
+        if not uses or not readers or target.name in self.keep or any(chunk != op.chunk for _, chunk in uses):
             return
         maker = self.writers.get(source.name, -1)  # -1: it is held anyway
         alike = self.program.ops[maker].chunk == op.chunk
+        alike = alike and not self.layers[maker].isdisjoint(self.layers[readers[0]])
         made = maker >= 0 and self.full[maker] and alike and source.name not in self.keep
         held = 0 if made or maker < 0 or source.name in self.late else self.program.buffers[source.name].nbytes
         saved, sent = self.program.buffers[target.name].nbytes - held, wire_bytes(self.program, op)
         reason = f"{saved:,} bytes less are kept for {sent:,} sent"
-        if sent >= saved:
+        if sent > saved or (sent == saved and not op.gathers):
             self.edits.instead[index] = [replace(op, why=f"{op.why}; kept: else {reason}")]
             return
         if made:
@@ -176,10 +181,28 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
 
 def _under(program: Program, rules: Rules) -> list[bool]:
     """By op, whether "full" holds for a run. One that reads no leaf, as between two transfers, is as the run before."""
-    found: list[bool] = []
+    return _of_runs(program, lambda op: says(program, op, rules, "full"), first=False)
+
+
+def _layers(program: Program) -> list[frozenset[str]]:
+    """By op, the layers of the leaves that a run reads, numbered ones if there are any; those of the run before where
+    it reads no leaf."""
+
+    def own(op: Op) -> frozenset[str]:
+        found = {layer_of(names[0]) for ref in op.reads for names in _leaves(program, ref)}
+        counted = any(numbered for _, numbered in found)
+        return frozenset(layer for layer, numbered in found if numbered or not counted)
+
+    return _of_runs(program, own, first=frozenset())
+
+
+def _of_runs(program: Program, own: Callable[[Op], T], *, first: T) -> list[T]:
+    """By op, what is said of a run that reads leaves, and of all behind it until the next such run."""
+    found, last = [], first
     for op in program.ops:
-        own = op.computes and any(_leaves(program, ref) for ref in op.reads)
-        found.append(says(program, op, rules, "full") if own else bool(found) and found[-1])
+        if op.computes and any(_leaves(program, ref) for ref in op.reads):
+            last = own(op)
+        found.append(last)
     return found
 
 
