@@ -9,8 +9,8 @@ forward and the backward.
 
 A transfer between two such segments is repeated too, on all ranks of its axis, if that saves more bytes than it sends,
 or a gather as many. A gather and an exchange do: their source is made again, or is a part. A sum over ranks does not.
-The op says both numbers. A source that an earlier layer made is kept: it is what that layer hands on, and to make it again would run all
-layers before it again, at once.
+The op says both numbers. A source that an earlier layer made is kept: it is what that layer hands on, and to make it
+again would run all layers before it again, at once.
 
     run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
     becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
@@ -22,9 +22,9 @@ layers before it again, at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import fx
 
@@ -33,10 +33,9 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Ref
-from fzero.plan.pipeline_cut import layer_of
+from fzero.passes.common import run_layers
 
 Rules = Mapping[str, str]
-T = TypeVar("T")
 
 
 def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()) -> Program:
@@ -77,7 +76,7 @@ class _Again:
         self.wanted: set[str] = set()
         self.late: dict[str, list[tuple[int, int | None]]] = {}
         self.parts: dict[tuple[Any, ...], tuple[fx.GraphModule, list[int]]] = {}
-        self.layers = _layers(program)
+        self.layers = run_layers.layers(program)
         for name, refs in self.readers.items():
             uses = [(i, program.ops[i].chunk) for i, _ in refs if self.backward[i]]
             if uses:
@@ -181,47 +180,14 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
 
 def _under(program: Program, rules: Rules) -> list[bool]:
     """By op, whether "full" holds for a run. One that reads no leaf, as between two transfers, is as the run before."""
-    return _of_runs(program, lambda op: says(program, op, rules, "full"), first=False)
-
-
-def _layers(program: Program) -> list[frozenset[str]]:
-    """By op, the layers of the leaves that a run reads, numbered ones if there are any; those of the run before where
-    it reads no leaf."""
-
-    def own(op: Op) -> frozenset[str]:
-        found = {layer_of(names[0]) for ref in op.reads for names in _leaves(program, ref)}
-        counted = any(numbered for _, numbered in found)
-        return frozenset(layer for layer, numbered in found if numbered or not counted)
-
-    return _of_runs(program, own, first=frozenset())
-
-
-def _of_runs(program: Program, own: Callable[[Op], T], *, first: T) -> list[T]:
-    """By op, what is said of a run that reads leaves, and of all behind it until the next such run."""
-    found, last = [], first
-    for op in program.ops:
-        if op.computes and any(_leaves(program, ref) for ref in op.reads):
-            last = own(op)
-        found.append(last)
-    return found
+    return run_layers.of_runs(program, lambda op: says(program, op, rules, "full"), first=False)
 
 
 def says(program: Program, op: Op, rules: Rules, word: str) -> bool:
     """Whether, for any parameter of this segment, the first rule that matches it says `word`."""
-    said = [_says(rules, names) for ref in op.reads for names in _leaves(program, ref)]
+    said = [_says(rules, names) for ref in op.reads for names in run_layers.leaves(program, ref)]
     return word in said
 
 
 def _says(rules: Rules, names: Sequence[str]) -> str:
     return next((what for rule, what in rules.items() if any(tree.matches(rule, name) for name in names)), "none")
-
-
-def _leaves(program: Program, ref: Ref) -> list[tuple[str, ...]]:
-    """The leaves of a reference, each by its path within its entry of the state, and by the whole one."""
-    bucket = program.buckets.get(program.buffers[ref.name].bucket or "")
-    if bucket is None:
-        return []
-    entry = program.buffers[ref.name].entry
-    slots = range(len(bucket.slots)) if ref.start is None else bucket.inside(ref.start, ref.stop or 0)
-    inside = [bucket.slots[n].path for n in slots]
-    return [(path, f"{entry}/{path}") if entry else (path,) for path in inside]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from short_programs import lines, shown, written
 
 from fzero.passes.schedule_gathers import schedule_gathers
@@ -77,3 +78,44 @@ def test_what_nobody_reads_is_not_gathered() -> None:
     done = schedule_gathers(written(TEXT.replace("run full:b -> h", "run h -> h").replace("full:a full:b", "full:a")))
     assert "full:b.0" not in done.buffers
     assert all(op.target not in ("full:b", "full:b.0") for op in done.ops)
+
+
+LAYER = """
+    bucket a length=64 w/0/a[0:64:64]
+    bucket b length=64 w/{0}/b[0:64:64]
+    buffer p:a f32[32] param bucket=a sharded=dp
+    buffer p:b f32[32] param bucket=b sharded=dp
+    buffer full:a f32[64] gathered bucket=a
+    buffer full:b f32[64] gathered bucket=b
+    buffer h f32[8] activation
+    buffer whole f32[16] activation
+    all_gather p:a -> full:a  axis=dp
+    wait full:a
+    all_gather p:b -> full:b  axis=dp
+    wait full:b
+    run h full:a -> h  phase=forward
+    {1}
+    run h full:b -> h  phase=forward
+    {1}
+    run whole h -> h  phase={2}
+    {1}
+    run whole full:a[0:64:64] -> h  phase=forward
+"""
+MOVED = "all_gather h -> whole  axis=dp\n    wait whole"
+
+
+@pytest.mark.parametrize(
+    ("layer", "between", "phase", "gathers", "why"),
+    [
+        (0, MOVED, "forward", 1, "the layer is cut by transfers alone"),
+        (0, "", "forward", 2, "it is cut to gather it piece by piece"),
+        (1, MOVED, "forward", 2, "another layer runs between"),
+        (0, MOVED, "backward", 2, "its backward runs between"),
+    ],
+)
+def test_pieces_of_a_layer_between_transfers_of_values_share_a_gather(
+    layer: int, between: str, phase: str, gathers: int, why: str
+) -> None:
+    """The complaint: over a model axis a parameter was gathered again for each piece of its layer."""
+    done = schedule_gathers(written(LAYER.format(layer, between, phase)))
+    assert sum(op.gathers and op.target.startswith("full:a") for op in done.ops) == gathers, why
