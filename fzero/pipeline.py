@@ -28,6 +28,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from fzero.errors import SpecError
@@ -94,7 +95,7 @@ class Schedule:
         """How many microbatches a step has."""
         return 1 + max((a.microbatch for order in self.orders for a in order), default=-1)
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Whether the backward runs in two halves."""
         return any(a.kind == INPUT for order in self.orders for a in order)
@@ -160,6 +161,11 @@ class Schedule:
                 )
                 raise SpecError(f"schedule {self.name!r}: the roles wait for one another: {waits}")
         return slots
+
+    @cached_property
+    def slots(self) -> list[list[TimedAction]]:
+        """The timeline where all actions take as long, which nobody changes."""
+        return self.timeline()
 
     def idle_share(self, seconds: Mapping[str, float] = EQUAL, send: float = 0.0) -> float:
         """The share of the roles' time, from the start of the step to its end, in which they do nothing."""

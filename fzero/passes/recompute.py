@@ -42,6 +42,8 @@ def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()
     """The program with forward values made again before the backward, for the leaves that `rules` match. `rules` map
     path rules to "full", "offload" or "none"; the first match wins, and a leaf without a match keeps everything. The
     buffers of `keep` are not made again."""
+    if "full" not in rules.values():
+        return rewrite.Edits().apply(program, "recompute")
     again = _Again(program, _under(program, rules), keep)
     for index in reversed(range(len(program.ops))):
         op = program.ops[index]

@@ -130,8 +130,8 @@ class _Estimate:
 
     @property
     def bytes(self) -> int:
-        """Of the device. Between layers, values are whole on each rank of tensor parallelism: as many as it sends, if
-        tokens do not stay in parts."""
+        """Of the device. Between layers, values are whole on each rank of tensor parallelism: as many as it sends. If
+        tokens stay in parts, half of that is gathered, and kept if it does not run again."""
         of, held, roles = self.sketch, self.sketch.held[self.one.offload], self.one.ranks.roles
         keeps = self.shares if self.stage == 3 or (self.stage and of.wire < 1) else 1
         state = held.params * of.params / keeps + held.optimizer * of.optimizer / self.shares
@@ -139,7 +139,8 @@ class _Estimate:
         gathered = of.params * of.wire * (self.few if by_layers else keeps > 1)
         activations = self._like(of.activations)
         kept = activations.of_a_row * self.own / roles
-        whole = min(kept, self.tensor_bytes * self.own / roles) if roles < self.parts and not self.one.sequence else 0.0
+        part = 1.0 if not self.one.sequence else 0.0 if self.one.remat == "full" else 0.5
+        whole = min(kept, part * self.tensor_bytes * self.own / roles) if roles < self.parts else 0.0
         kept = (whole + (kept - whole) * roles / self.parts) * self._held
         cast = activations.fixed / self.shares
         return int((state + gathered + cast + self._gradients) / self.parts + kept)

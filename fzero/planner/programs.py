@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from fzero.compile.ahead import lower_again
 from fzero.compile.decide import DECIDERS, Deciders
@@ -18,7 +19,9 @@ from fzero.errors import SpecError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import Choice
 from fzero.ir.mesh import Mesh
+from fzero.ir.program import Program
 from fzero.ir.records import HOST
+from fzero.passes import Options
 from fzero.planner.problem import Problem
 from fzero.spec import Spec
 
@@ -48,13 +51,30 @@ def host_bytes(lowered: Lowered) -> int:
     return max(memory.spaces[HOST] for memory in lowered.memories.values())
 
 
-def by_rates(machine: Hardware, mesh: Mesh) -> Deciders:
-    """The functions that decide, by the machine's figures in place of those measured here."""
+class _Once:
+    """A choice that is made for the first role that is lowered, and by that for all others. Its call writes `made`."""
+
+    def __init__(self, choose: Callable[..., Choice[int]]) -> None:
+        self.choose = choose
+        self.made: Choice[int] | None = None
+
+    def __call__(self, *asked: Any) -> Choice[int]:
+        self.made = self.made or self.choose(*asked)
+        return self.made
+
+
+def by_rates(machine: Hardware, mesh: Mesh, *, once: bool = False) -> Deciders:
+    """The functions that decide, by the machine's figures in place of those measured here. once: how far ahead a role
+    fetches is not decided for each apart, for a Spec has one depth, and another takes all programs again."""
     rates = machine.rates(mesh)
+
+    def depth(program: Program, options: Options, _: Rates | None) -> Choice[int]:
+        return prefetch_depth(program, options, rates)
+
     return replace(
         DECIDERS,
         bucket_bytes=lambda _: bucket_choice(rates, mesh),
-        prefetch=lambda program, options, _: prefetch_depth(program, options, rates),
+        prefetch=_Once(depth) if once else depth,
         update_on=lambda program, _: cheaper_place(program, rates),
     )
 

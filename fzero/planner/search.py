@@ -104,7 +104,7 @@ class Search:
     def _lowered(self, one: Candidate, budget: int | None, deciders: Deciders | None = None) -> Row:
         of, mesh = self.problem, one.ranks
         spec = replace(one.spec(of.spec, of.rules.shard), device_bytes=budget)
-        lowered = lowered_of(of, spec, mesh, deciders or by_rates(of.machine, mesh))
+        lowered = lowered_of(of, spec, mesh, deciders or by_rates(of.machine, mesh, once=is_deep(of)))
         self.programs[one] = lowered
         if budget is not None:
             self.pressed.add(one)
@@ -115,9 +115,10 @@ class Search:
         if one.pipeline != of.spec.pipeline:
             return self._interleaved(one)
         spec = replace(one.spec(of.spec, of.rules.shard), device_bytes=None)
-        found = probed(of, spec, mesh, by_rates(of.machine, mesh))
+        alone = mesh.roles == 1  # a third program of each kind takes half of a pipeline's time
+        found = probed(of, spec, mesh, by_rates(of.machine, mesh, once=True), checks=alone)
         if found is not None and of.budget < found.peak <= of.budget * SLACK:
-            tighter = probed(of, spec, mesh, sparing(of.machine, mesh))
+            tighter = probed(of, spec, mesh, sparing(of.machine, mesh), checks=False)
             found = tighter if tighter is not None and tighter.peak <= of.budget else found
         return None if found is None else Row(one, found.seconds, found.peak, found.host, probed=True)
 
@@ -177,7 +178,7 @@ def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
     be said to fit."""
     said, nbytes = _corrected(done, one)
     if is_deep(done.problem):
-        return said < _worth(done, one) * seconds and nbytes <= NEAR * done.problem.budget
+        return said < _worth(done, one) * seconds and nbytes <= _reach(done, one) * done.problem.budget
     return said < NEAR * seconds
 
 
@@ -185,6 +186,11 @@ def _worth(done: Search, one: Candidate) -> float:
     """Of the fastest's seconds, as many as a candidate of a deep model may be said to take: fewer where shallow
     programs will not say it, for the whole takes minutes."""
     return 1 - WORTH if shallow_say(done.problem, one.ranks) else 2 - NEAR
+
+
+def _reach(done: Search, one: Candidate) -> float:
+    """Of the budget, as much as a candidate may be said to need: no more than there is, where to see takes minutes."""
+    return NEAR if not is_deep(done.problem) or shallow_say(done.problem, one.ranks) else 1.0
 
 
 def _next(done: Search, a_mesh: int) -> Candidate | None:
@@ -198,7 +204,7 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     untried = suits or untried
     left = {one: _corrected(done, one) for one in untried}
     count = Counter(one.mesh for one in done.rows)
-    near = [one for one in left if left[one][1] <= NEAR * done.problem.budget]
+    near = [one for one in left if left[one][1] <= _reach(done, one) * done.problem.budget]
     if not done.fitting:
         near = [one for one in near if left[one][1] <= done.problem.budget] or near
         if is_deep(done.problem):

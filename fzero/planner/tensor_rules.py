@@ -6,12 +6,15 @@ passes beside them (Shoeybi et al., 2019, arXiv:1909.08053). Propagation then wr
 its transfers (`fzero.shard.propagate`), and the machine's rates price it. A rule without which that takes fewer seconds
 is dropped. A leaf that is several matrices (q, k and v; gate and up) is tried in groups. A leaf that stays replicated
 costs the sum of its gradient: else sharing the rows, which is data parallelism, would look cheapest.
+
+The forward does not show what a whole leaf costs the ranks of the data, which gather and reduce all of it. So if rules
+were dropped from those of a deep model, shallow programs say which of the two is faster: with all of them, or without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +29,9 @@ from fzero.errors import FzeroError
 from fzero.hardware import Hardware
 from fzero.ir import fx_nodes, fx_values
 from fzero.ir.mesh import Mesh
+from fzero.planner.deep import probed
 from fzero.planner.problem import NO_RULES, Problem, TensorRules
+from fzero.planner.programs import by_rates
 from fzero.planner.shallow import shallow
 from fzero.shard.partition import Groups, P, groups
 from fzero.shard.placements import Placement, Replicated, Shard
@@ -57,18 +62,36 @@ def tensor_rules(problem: Problem) -> TensorRules:
     leaves = [x for x in tree.flatten(problem.params_like)[1] if isinstance(x, torch.Tensor)]
     if STATE * sum(x.numel() for x in leaves) <= problem.budget and problem.rows >= problem.world_size:
         return NO_RULES
-    few = problem if problem.equal is None else shallow(problem, problem.equal, 1)
     rows, depth = max(1, problem.rows * width // problem.world_size), problem.equal.depth if problem.equal else 1
     try:
-        forward = _forward(few, rows)
+        forward = forward_of(problem, rows)
     except FzeroError:
         return NO_RULES
-    rules = forward.searched(width, machine)
-    return TensorRules(rules, depth * forward.sent(rules, width) / rows) if rules else NO_RULES
+    proposed = forward.proposed(width)
+    rules = forward.searched(proposed, width, machine)
+    if not rules:
+        return NO_RULES
+    every = {name: found[0] for name, found in proposed.items()} | rules
+    if every != rules and _seconds(problem, every, width) < _seconds(problem, rules, width):
+        rules = every
+    return TensorRules(rules, depth * forward.sent(rules, width) / rows)
 
 
-def _forward(problem: Problem, rows: int) -> _Forward:
-    """The captured forward, with parameters in the dtype in which it computes. Raises FzeroError."""
+def _seconds(problem: Problem, rules: Mapping[str, P], width: int) -> float:
+    """Of a step by these rules, its state and gradients cut for all ranks; infinite if shallow programs say none."""
+    mesh = Mesh((("dp", problem.world_size // width), (AXIS, width)))
+    spec = replace(
+        problem.spec, mesh=dict(mesh.axes), shard=rules, zero=3, microbatches=1, remat="full", offload=None,
+        sequence=None, pipeline=None, device_bytes=None, reduce=None,
+    )  # fmt: skip
+    found = probed(problem, spec, mesh, by_rates(problem.machine, mesh), checks=False)
+    return float("inf") if found is None else found.seconds
+
+
+def forward_of(problem: Problem, rows: int) -> Forward:
+    """The captured forward, with one of equal layers and parameters in the dtype in which it computes. Raises
+    FzeroError."""
+    problem = problem if problem.equal is None else shallow(problem, problem.equal, 1)
     spec = problem.spec
     compute = DTYPES.get(spec.numerics.policy.compute or "")
 
@@ -83,23 +106,26 @@ def _forward(problem: Problem, rows: int) -> _Forward:
 
     params = tree.map(cast, problem.params_like)
     lowered = lower(Spec(step=step, zero=0, mesh={"dp": 1}), {"params": params}, problem.batch_of(rows), world_size=1)
-    return _Forward(lowered.graph.gm, tuple(lowered.graph.state_paths))
+    return Forward(lowered.graph.gm, tuple(lowered.graph.state_paths))
 
 
 @dataclass(frozen=True)
-class _Forward:
+class Forward:
     """A forward of a rank. paths: of its leaves, which are its first placeholders."""
 
     gm: fx.GraphModule
     paths: tuple[str, ...]
 
-    def searched(self, width: int, machine: Hardware) -> dict[str, P]:
-        """The rules for so many ranks: those that the graph proposes, less those that save nothing."""
+    def proposed(self, width: int) -> dict[str, list[P]]:
+        """The rules that the graph proposes for so many ranks: by leaf, the ways to cut it."""
+        leaves = {name: (leaf, proposed_dim(leaf)) for name, leaf in self._leaves().items()}
+        ways = {name: list(_ways(leaf, dim, width)) for name, (leaf, dim) in leaves.items() if dim is not None}
+        return {name: found for name, found in ways.items() if found}
+
+    def searched(self, ways: Mapping[str, Sequence[P]], width: int, machine: Hardware) -> dict[str, P]:
+        """The rules that are proposed, less those that save nothing."""
         rates = machine.rates(Mesh((("dp", 1), (AXIS, width))))
-        leaves = self._leaves()
-        ways = {name: list(_ways(leaf, dim, width)) for name, leaf in leaves.items()
-                if (dim := proposed_dim(leaf)) is not None}  # fmt: skip
-        rules = {name: found[0] for name, found in ways.items() if found}
+        rules = {name: found[0] for name, found in ways.items()}
         least = self.seconds(rules, width, rates)
         for _ in range(SWEEPS):
             before = dict(rules)
@@ -110,13 +136,12 @@ class _Forward:
                         least, rules = taken, tried
             if rules == before:
                 break
-        gains = bool(rules) and least < self.seconds({}, width, rates)
-        return {name.removeprefix(PARAMS): dims for name, dims in rules.items()} if gains else {}
+        return rules if rules and least < self.seconds({}, width, rates) else {}
 
     def _leaves(self) -> dict[str, fx.Node]:
         """By rule, a leaf that it is for."""
         holders = fx_nodes.placeholders(self.gm.graph)
-        return {_general(path): x for x, path in zip(holders, self.paths, strict=False) if x.users}
+        return {_rule(path): x for x, path in zip(holders, self.paths, strict=False) if x.users}
 
     def seconds(self, rules: Mapping[str, P], n: int, rates: Rates) -> float:
         """Of a rank's part of the forward; infinite where there is none."""
@@ -125,21 +150,21 @@ class _Forward:
         except FzeroError:
             return float("inf")
         holders = fx_nodes.placeholders(self.gm.graph)
-        whole = [x.meta["val"] for x, path in zip(holders, self.paths, strict=False) if _general(path) not in rules]
+        whole = [x.meta["val"] for x, path in zip(holders, self.paths, strict=False) if _rule(path) not in rules]
         summed = rates.transfer("all_reduce", sum(GRADIENT * x.numel() for x in whole), AXIS, n)
         sent = sum(rates.transfer(kind, _whole(node), AXIS, n) for kind, node in _transfers(graph))
         return summed + sent + sum(seconds(work, rates) for work in works(graph) if work.kind not in SENT)
 
     def sent(self, rules: Mapping[str, P], n: int) -> float:
         """The bytes that the transfers of a rank's part move, as those of gathers."""
-        graph = self._local({PARAMS + name: dims for name, dims in rules.items()}, n)
+        graph = self._local(rules, n)
         return sum((1 + (kind == "all_reduce")) * _whole(node) for kind, node in _transfers(graph))
 
     def _local(self, rules: Mapping[str, P], n: int) -> fx.Graph:
         """A rank's part of the forward. Raises FzeroError where rules cannot be followed."""
         holders, results = fx_nodes.placeholders(self.gm.graph), fx_nodes.outputs(self.gm.graph)
         count = len(self.paths)
-        given: list[Placement] = [_placement(rules.get(_general(path), P())) for path in self.paths]
+        given: list[Placement] = [_placement(rules.get(_rule(path), P())) for path in self.paths]
         given += [Replicated()] * (len(holders) - count)
         wanted = [*given[:count], *[Replicated()] * (len(results) - count)]
         own = [number < count for number in range(len(holders))]
@@ -235,10 +260,11 @@ def _placement(dims: P) -> Placement:
     return Shard(dim, cut.count if isinstance(cut := dims[dim], Groups) else 1)
 
 
-def _general(path: str) -> str:
-    """A path as a rule for all layers.
+def _rule(path: str) -> str:
+    """A leaf's path in the state as a rule for all layers.
 
-    >>> _general("params/blocks/3/qkv")
-    'params/blocks/*/qkv'
+    >>> _rule("params/blocks/3/qkv")
+    'blocks/*/qkv'
     """
-    return "/".join("*" if part.isdigit() else part for part in tree.parts(path))
+    parts = tree.parts(path.removeprefix(PARAMS))
+    return "/".join("*" if part.isdigit() else part for part in parts)

@@ -238,7 +238,7 @@ class _RoleBuilder:
         for work in works:
             here = isinstance(work, Exchange) or self.role in work.roles
             by_group[work.group] += [work] if here else []
-        slots = self.cut.schedule.timeline()
+        slots = self.cut.schedule.slots
         length = 1 + max(row[-1].stop for row in slots)
         groups, named, ends = [by_group[0, None]], [""], [0.0]
         for index in range(1, 1 + max(index for index, _ in by_group)):
