@@ -54,6 +54,11 @@ class Recipe:
         """The dtype of the parameters."""
         return DTYPES[self.dtype]
 
+    @property
+    def skips(self) -> bool:
+        """Whether a step without finite gradients changes nothing: said, or because a loss scale is found by trial."""
+        return self.nonfinite == "skip" or getattr(self.precision, "loss_scale", None) is not None
+
     def trains(self, path: str) -> bool:
         """Whether a leaf trains."""
         rules = self.trainable

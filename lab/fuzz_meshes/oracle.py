@@ -90,7 +90,7 @@ def _steps(model: Model, recipe: Recipe, data_ranks: Sequence[int], wide: bool) 
         step = Step(loss, norm, grads)
         steps.append(step)
         moments: Any = {}
-        if recipe.nonfinite != "skip" or math.isfinite(float(norm)):
+        if not recipe.skips or math.isfinite(float(norm)):
             moments = update(trained, _clipped(recipe, grads, norm), updates)
             updates += 1
         step.leaves = {f"params/{path}": x.clone() for path, x in leaves.items()}

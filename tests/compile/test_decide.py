@@ -264,6 +264,17 @@ def test_who_decided_is_said() -> None:
     assert lower(zero=3).decisions.roles[0].prefetch.how == CHOSEN
 
 
+def test_where_each_rank_holds_whole_gradients_the_reason_says_what_is_better() -> None:
+    """The choice is that of all stages, for they have the same bits."""
+    none, some = (lower(zero=zero, microbatches=2).decisions.reduce for zero in (0, 1))
+    assert none.value == some.value == "each"
+    assert (
+        none.reason == f"{some.reason}. At this stage reduce='end' sends 2 times fewer bytes, and needs no more memory"
+    )
+    peaks = [lower(zero=0, microbatches=2, reduce=how).memory.peak for how in ("each", "end")]
+    assert peaks[1] <= peaks[0]
+
+
 def test_a_budget_that_forces_a_value_is_the_reason() -> None:
     options = {"zero": 3, "offload": "optimizer+params", "prefetch": 2}
     most = tight_budget(options)
