@@ -7,7 +7,6 @@ depend on no input. It notes the user's line and the phase on each new node.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import optree
@@ -38,9 +37,9 @@ aten = torch.ops.aten
 class Watch(TorchDispatchMode):
     """Sees every op before it is traced.
 
-    It refuses writes to real tensors before they happen, at the place `where()`. Where it is the innermost, it notes on
-    each new node the user's line (`line()`) and, after the forward, the phase (`phase()`). With `known` it follows the
-    values that depend on no input.
+    It refuses writes to real tensors before they happen, at the place `where()`. It notes on each new node the user's
+    line (`line()`) and, after the forward, the phase (`phase()`). With `known` it follows the values that depend on no
+    input. While a region is traced inside of a step, the region's alone does so.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class Watch(TorchDispatchMode):
         """Checks an op, runs it, and notes its source on the new nodes. Raises Refused."""
         if func is DEVICE:  # torch's C++ asks for it, five times as often as all ops are called
             return args[0].fake_device if is_fake(args[0]) else func(*args)
+        if self is not self.tracing.watching[-1]:
+            return func(*args, **(kwargs or {}))  # an op of a region, whose own mode has seen it
         with self.tracing.paused:
             return self._seen(func, args, kwargs)
 
     def _seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        innermost = self is self.tracing.watching[-1]  # a region is traced inside a step
-        known = self.known if innermost else None
         if func.namespace == "profiler":  # record_function: the trace's own time, no part of the program
             with unwatched():
                 return func(*args, **(kwargs or {}))
@@ -85,7 +84,7 @@ class Watch(TorchDispatchMode):
         if odd := [x for x in args if isinstance(x, torch.Tensor) and _is_subclass(x)]:
             name = name_of(odd[0], self.tracing.fns)
             raise Refused(f"{func} at {self.where()} reads {name}, a {type(odd[0]).__name__}. {PLAIN}")
-        args = mixed_dtypes.with_bytes_cast(func, args, partial(self._result, known=known))
+        args = mixed_dtypes.with_bytes_cast(func, args, self._result)
         if mixed := mixed_dtypes.why(func, args):
             raise Refused(f"{func} at {self.where()} {mixed}")
         if of(func).keeps_overlap and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
@@ -95,14 +94,14 @@ class Watch(TorchDispatchMode):
         if func is aten._efficientzerotensor.default:
             func = aten.zeros.default  # forward mode's zero tangents, which have no memory
         try:
-            result = self._result(func, args, kwargs or {}, known)
+            result = self._result(func, args, kwargs or {})
         except Exception as error:
             operands = " and ".join(map(describe, fx_values.tensors(optree.tree_leaves(list(args)))))  # type: ignore[arg-type]
             self.tracing.failed, self.tracing.raised = self.where(), (error, f"{func} of {operands}")
             raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")
-        if innermost and (recorder := recording()) is not None:
+        if (recorder := recording()) is not None:
             line = None
             for node in reversed(recorder.graph.nodes):
                 if "source" in node.meta or node.op in ("placeholder", "root"):
@@ -126,9 +125,9 @@ class Watch(TorchDispatchMode):
             self.tracing.lines[str(func)] = line
         return line
 
-    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None) -> Any:
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op; of one that asks for values that depend on no input, a literal."""
-        if known is None:
+        if (known := self.known) is None:
             return func(*args, **kwargs)
         if (traced := of(func).traced) is not None:
             return traced(known, *args, **kwargs)
