@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -82,6 +83,7 @@ class _Outer:
     gathers: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)  # made here
     whole: set[str] = field(default_factory=set)  # gathered here, and not written since
+    flat: dict[Any, fx.GraphModule] = field(default_factory=dict)  # segments that were made
 
     def rewritten(self) -> list[Op]:
         """The ops that replace the outer run, level by level; the run itself where nothing in it is flat."""
@@ -254,15 +256,8 @@ class _Outer:
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
         results = [n for n in chain if n in self.run.stored]
-        gm = segments.extract(chain, inputs, results, results)
         length = min(stop - start, self.run.program.slice_length(bucket)) if own_slice else stop - start
-        with fx_values.mode_of(chain[0].meta["val"]):
-            fakes = []
-            for node in [*inputs, *results]:
-                value = node.meta["val"]
-                shape = (-(-length // self.run.block_size[node]),) if node in self.run.slot_key else tuple(value.shape)
-                fakes.append(torch.empty(shape, dtype=value.dtype, device=value.device))
-        fx_values.propagate(gm, fakes)
+        gm = _flat_segment(self.run, self.flat, chain, inputs, results, length)
 
         def part(node: fx.Node) -> Ref:
             size = self.run.block_size[node]
@@ -318,6 +313,28 @@ class _Outer:
         self._emit(make_op("all_reduce_small", [Ref(name)], refs, axis=axis, why=why, op="sum", divisor=1))
         self._emit(make_op("wait", [Ref(total)], why=why))
         return total
+
+
+def _flat_segment(
+    run: OuterRun, made: dict[Any, fx.GraphModule], chain: list[fx.Node], inputs: list[fx.Node],
+    results: list[fx.Node], length: int,
+) -> fx.GraphModule:  # fmt: skip
+    """The segment of a chain on so many elements: one for all that are alike, as those of equal layers. made: those that
+    there are; receives it."""
+    forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
+    for node in [*inputs, *results]:
+        value = node.meta["val"]
+        shape = (-(-length // run.block_size[node]),) if node in run.slot_key else tuple(value.shape)
+        forms.append((shape, value.dtype, value.device))
+    number = {node: f"%{i}" for i, node in enumerate([*inputs, *chain])}
+    calls = tuple((n.target, repr(fx.node.map_arg((n.args, n.kwargs), number.__getitem__))) for n in chain)
+    key = calls, tuple(forms), tuple(number[node] for node in results)
+    if key not in made:
+        gm = made[key] = segments.extract(chain, inputs, results, results)
+        with fx_values.mode_of(chain[0].meta["val"]):
+            fakes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in forms]
+        fx_values.propagate(gm, fakes)
+    return made[key]
 
 
 def _signature(run: OuterRun, chain: list[fx.Node]) -> tuple[object, ...]:
