@@ -319,7 +319,7 @@ def _flat_segment(
     run: OuterRun, made: dict[Any, fx.GraphModule], chain: list[fx.Node], inputs: list[fx.Node],
     results: list[fx.Node], length: int,
 ) -> fx.GraphModule:  # fmt: skip
-    """The segment of a chain on so many elements: one for all that are alike, as those of equal layers. made: those that
+    """The segment of a chain on so many elements: one for all that are alike, as those of equal layers. made: those
     there are; receives it."""
     forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
     for node in [*inputs, *results]:
