@@ -288,7 +288,7 @@ _NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 _TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
     "returned an invalid gradient": "a gradient has not its value's shape: return one of that shape from a backward "
-    "of your own. Instead of x.squeeze_() (transpose_, resize_ and kin) write x = x.squeeze()",
+    "of your own. Of a shape that is changed in place: Write x = x.squeeze() instead of x.squeeze_()",
     "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
     "runs. Use the torch function, or compute it outside the step and pass it in the batch",
     "mixed dtype (CPU)": MIXED,
