@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fzero import backend
+from fzero.capture.cast_first import CAST
 from fzero.capture.provenance import describe
 from fzero.capture.refuse import MIXED
 from fzero.ir.op_info import of
-
-CAST = torch.ops.aten._to_copy.default
 
 
 def why(op: Any, args: Sequence[Any]) -> str:

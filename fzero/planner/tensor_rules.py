@@ -80,10 +80,14 @@ def tensor_rules(problem: Problem) -> TensorRules:
 def _seconds(problem: Problem, rules: Mapping[str, P], width: int) -> float:
     """Of a step by these rules, its state and gradients cut for all ranks; infinite if shallow programs say none."""
     mesh = Mesh((("dp", problem.world_size // width), (AXIS, width)))
-    spec = replace(
-        problem.spec, mesh=dict(mesh.axes), shard=rules, zero=3, microbatches=1, remat="full", offload=None,
-        sequence=None, pipeline=None, device_bytes=None, reduce=None,
-    )  # fmt: skip
+    try:
+        spec = replace(
+            problem.spec, mesh=dict(mesh.axes), shard=rules, zero=3, microbatches=1, remat="full", offload=None,
+            nvme_path=None, sequence=None, pipeline=None, device_bytes=None, host_bytes=None, reduce=None,
+            update_on=None,
+        )  # fmt: skip
+    except FzeroError:  # what else the spec says does not go with these
+        return float("inf")
     found = probed(problem, spec, mesh, by_rates(problem.machine, mesh), checks=False)
     return float("inf") if found is None else found.seconds
 

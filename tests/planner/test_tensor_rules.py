@@ -141,3 +141,10 @@ def test_bytes_over_a_model_axis_are_near_those_of_the_program(sequence: str | N
     _, nbytes = sketched(of).estimates([one], of.rows, of.machine, of.rules.bytes_a_row)[one]
     print(nbytes / found(of.rules.shard, "none", sequence).peak)
     assert nbytes == pytest.approx(found(of.rules.shard, "none", sequence).peak, rel=0.25)
+
+
+def test_what_else_a_spec_says_does_not_stop_the_comparison() -> None:
+    """The complaint: a state on disk was refused, for the programs that are compared hold all of it on the device."""
+    of = large()
+    there = replace(of.spec, offload={"optimizer": "nvme"}, nvme_path="disk", update_on="cpu")
+    assert tensor_rules(replace(of, spec=there)).shard == of.rules.shard
