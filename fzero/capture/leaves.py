@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero._torch_compat import FakeTensorMode, fake_empty
-from fzero.capture.refuse import SPARSE
+from fzero.capture.remedies import SPARSE
 from fzero.errors import TreeError, leaf_name
 from fzero.ir.records import DTYPE_NAMES, buffer_name
 

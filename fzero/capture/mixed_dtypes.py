@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import backend
 from fzero.capture.cast_first import CAST
 from fzero.capture.provenance import describe
-from fzero.capture.refuse import MIXED
+from fzero.capture.remedies import MIXED
 from fzero.ir.op_info import of
 
 

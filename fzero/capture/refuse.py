@@ -26,6 +26,7 @@ from fzero._torch_compat import (
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.context import Tracing
 from fzero.capture.provenance import describe, is_users, name_of, user_line
+from fzero.capture.remedies import FUNCTIONS, IN_GENERAL, NO_VIEW, RAGGED, REMEDIES, TORCH_SAYS
 from fzero.errors import CaptureError
 from fzero.ir import fx_nodes
 from fzero.recurrent import layers
@@ -126,19 +127,6 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(gm, str(node.target))
 
 
-SPARSE = (
-    "The tensors of a step are dense. Pass a sparse matrix as its indices and values, in the batch or closed over; "
-    "a @ x is then torch.zeros(rows, x.shape[1]).index_add(0, row, value[:, None] * x[column])"
-)
-
-
-PLAIN = (
-    "The tensors of a step are plain. Pass x.as_subclass(torch.Tensor), and what the class adds as other tensors; "
-    "instead of attn_mask=causal_lower_right(q, k) write attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"
-)
-_RAGGED = "Rows of several lengths are one padded tensor and a mask of the lengths (torch.arange(T) < lengths[:, None])"
-
-
 class Refused(Exception):
     """A CaptureError on its way out of torch, which takes a TypeError in an operator for "try the other operand".
 
@@ -193,7 +181,7 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func), tracing.failed or place()) from None
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and _NO_VIEW not in str(error)):
+        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and NO_VIEW not in str(error)):
             raise
         where = _frames(error)[0][0] or tracing.failed or place()
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():
@@ -205,12 +193,14 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
                 f"{match[1]} at {tracing.lines.get(match[1], where)} has no backward. Give it "
                 "one with torch.library.register_autograd, or detach() its operands"
             ) from None
-        for part, why in _TORCH_SAYS.items():
+        called = tracing.raised is not None and error is tracing.raised[0]
+        what = f"{where}: {tracing.raised[1]}" if called else where
+        for part, why in TORCH_SAYS.items():
             if part in str(error):
-                raise CaptureError(f"{where}: {why}") from None
-        if tracing.raised is not None and error is tracing.raised[0]:
+                raise CaptureError(f"{what}: {why}") from None
+        if called:
             reason = str(error).strip().partition("\n")[0]
-            raise _told(error, f"{where}: {tracing.raised[1]}: {reason}") from None
+            raise _told(error, f"{what}: {reason}") from None
         told = str(error).startswith(f"{where}: ")  # by the trace of a region within
         if told or type(error) not in _TORCHS or _is_raised_by_user(error):
             raise
@@ -244,72 +234,23 @@ def _is_raised_by_user(error: Exception) -> bool:
 _NO_FORMULA = re.compile(r"Trying to backward through (\S+) but no autograd formula was registered")
 _NO_FAKE = re.compile(r"no fake impl registered for <CustomOpDef\((\S+)\)>")
 _OF_FUNCTIONS = re.compile(r"no rule registered for (?:HigherOrderOperator|HOP) (\w+)")
-_STACKED = (
-    "Write a Python loop, as in `for x in xs.unbind(0): ...`, and torch.stack its results: the program holds every "
-    "turn; with fzero.scan it holds one"
-)
-_NO_FLEX = (
-    "fzero.sparse.attention computes windows, documents, softcaps and tables of blocks; "
-    "F.scaled_dot_product_attention takes a mask or a bias as attn_mask="
-)
-# beginning of the name of an op that takes functions -> the remedy
-_FUNCTIONS = {
-    "cond": "Compute both and choose: torch.where(condition, a, b)",
-    "while_loop": "Write a Python loop over a fixed number of turns, and keep the old value where it has ended: "
-    "x = torch.where(going_on, new, x)",
-    "associative_scan": _STACKED,
-    "map": f"{_STACKED}. Or torch.vmap",
-    "flex_attention": _NO_FLEX,
-}
 
 
 def _op_without_rule(error: Exception) -> str | None:
     """The reason and the remedy, where torch cannot trace an op at all; None for another error."""
     if match := _OF_FUNCTIONS.search(str(error)):
-        remedy = next((text for name, text in _FUNCTIONS.items() if match[1].startswith(name)), "Write it in plain ops")
+        remedy = next((text for name, text in FUNCTIONS.items() if match[1].startswith(name)), "Write it in plain ops")
         return f"torch's op {match[1]} runs functions of its own, which a program does not hold. {remedy}"
     custom = _NO_FAKE.search(str(error))
     if custom is None and not isinstance(error, UnsupportedOperatorException):
         return None
     op = custom[1] if custom else str(getattr(error, "func", error))
     if "nested" in op:
-        return f"{op} makes a nested tensor. {_RAGGED}"
+        return f"{op} makes a nested tensor. {RAGGED}"
     if op.startswith(("aten", "prims")):
         return f"torch has no shape rule for {op}. Write it in other ops"
     name = ".".join(op.split(".")[:2]).replace(".", "::", 1)
     return f"{op} has no fake rule, which says its result's shape. Give it one: torch.library.register_fake({name!r})"
-
-
-MIXED = (
-    "a layer mixes dtypes, as a BatchNorm does whose weight is cast and whose statistics are not. Keep all of the "
-    "layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
-)
-_NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
-_TORCH_SAYS = {
-    "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
-    "returned an invalid gradient": "a gradient has not its value's shape: return one of that shape from a backward "
-    "of your own. Of a shape that is changed in place: Write x = x.squeeze() instead of x.squeeze_()",
-    "supported for tensor subclasses": "numpy would need a tensor's values, which are known only when the program "
-    "runs. Use the torch function, or compute it outside the step and pass it in the batch",
-    "mixed dtype (CPU)": MIXED,
-    "expected scalar type": MIXED,
-    "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
-    "of torch.tensor([x, y]) write torch.stack([x, y])",
-    "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
-    "Return it as a metric",
-    "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Cast its input, as in "
-    "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
-    _NO_VIEW: "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
-    "x.view(...), and x = x.transpose(...) instead of x.transpose_(...) and kin, which change views made before",
-    "does not require grad and does not have a grad_fn": "a gradient is asked for of a value that is no function of a "
-    "tensor that requires grad (one that is detached, made under no_grad, or closed over). Take it of "
-    "x.detach().requires_grad_(), made in the loss",
-    "Creating a new Tensor subclass": f"a tensor of another class is made. {PLAIN}",
-    "self.shape_env must not be None": f"a nested tensor is made. {_RAGGED}",
-    "FlexAttention does not support backward": "torch's flex_attention has no gradient on the CPU, and on CUDA it runs "
-    f"functions of its own, which a program does not hold. {_NO_FLEX}",
-    "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
-}
 
 
 def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureError:
@@ -320,59 +261,7 @@ def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureErr
         text += f"; {where} asks for it: `{code}`"
         code = f"{where} {code}"
     remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{value_name} {code}")
-    return CaptureError(f"{text}. {next(remedies, _IN_GENERAL)}")
-
-
-_IN_GENERAL = (
-    "Instead of `if x > 0:` write torch.where(x > 0, a, b); instead of x.item() keep the 0-d tensor; "
-    "instead of x[mask] multiply by the mask, and instead of x[mask] = y write x = torch.where(mask, y, x); "
-    "what does not depend on the state or the batch may be asked for freely, and so may a leaf of the batch that is "
-    "given as fzero.static(x): a program of each of its values"
-)
-
-_GLOBAL = (
-    "It looks for tokens with global attention, in the product of attention_mask and global_attention_mask: leave "
-    "attention_mask= out where nothing is padded, or give both closed over or as fzero.static(mask)"
-)
-
-_LAYERDROP = (
-    "It leaves layers out by chance (LayerDrop): make the model with layerdrop=0.0, or encoder_layerdrop=0.0 and "
-    "decoder_layerdrop=0.0, as in from_pretrained(name, layerdrop=0.0)"
-)
-
-_LENGTHS = (
-    "It checks lengths: pass lengths=torch.full((rows,), length) of the batch's shape beside attention_mask=, which is "
-    "then the mask"
-)
-
-# part of "op file:line in function `line of code`" -> the remedy. The first that fits is shown.
-REMEDIES = {
-    "torch/distributions": "It checks its arguments: pass validate_args=False",
-    "nn/modules/transformer.py": "It asks whether the mask is causal: pass is_causal=True or False beside mask=, or "
-    "make the mask outside of the batch and the state",
-    "_pack_padded_sequence": "Lengths of packed sequences are values: run the padded batch, and multiply what comes "
-    "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather",
-    "one_hot(": "Say num_classes=",
-    "aten.repeat_interleave": "Say output_size=, or repeat by an index from the batch",
-    "aten.bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
-    "aten._unique2": "How many there are is a value: torch.sort keeps the shape",
-    "gaussian_nll_loss": "It checks that no variance is negative: write 0.5 * (var.log() + (x - y) ** 2 / var) with "
-    "var.clamp(min=eps)",
-    "aten.unique_consecutive": "How many there are is a value: torch.sort keeps the shape. A classifier of "
-    "transformers compares the number of its rows' end tokens so: call the model below its head, and take the state of "
-    "the last one by torch.gather",
-    "layerdrop": _LAYERDROP,
-    "skip_the_layer": _LAYERDROP,
-    "models/xlm/": _LENGTHS,
-    "models/flaubert/": _LENGTHS,
-    "models/longformer": _GLOBAL,
-    "models/led": _GLOBAL,
-    "models/prophetnet": "It shifts labels to the right and checks them: pass decoder_input_ids= beside labels=",
-    "labels.max()": "It compares labels with the vocabulary, and selects those that are no padding: leave labels= out, "
-    "and give F.ctc_loss the padded ones, as F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), labels.clamp(min=0), "
-    "input_lengths, (labels >= 0).sum(-1))",
-    "torch_geometric": "Say how many nodes there are (num_nodes=, dim_size=), and add self loops outside of the step",
-}
+    return CaptureError(f"{text}. {next(remedies, IN_GENERAL)}")
 
 
 def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:

@@ -26,7 +26,8 @@ from fzero.capture import ctc, mixed_dtypes  # noqa: F401  (`ctc` fills the colu
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
-from fzero.capture.refuse import PLAIN, SPARSE, Refused, ambient_draw, closed_over_write
+from fzero.capture.refuse import Refused, ambient_draw, closed_over_write
+from fzero.capture.remedies import PLAIN, SPARSE
 from fzero.ir import fx_values
 from fzero.ir.op_info import of
 from fzero.ir.recorder import DEVICE
