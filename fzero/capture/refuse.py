@@ -193,12 +193,12 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
                 f"{match[1]} at {tracing.lines.get(match[1], where)} has no backward. Give it "
                 "one with torch.library.register_autograd, or detach() its operands"
             ) from None
-        called = tracing.raised is not None and error is tracing.raised[0]
-        what = f"{where}: {tracing.raised[1]}" if called else where
+        raised, op = tracing.raised or (None, "")
+        what = f"{where}: {op}" if error is raised else where
         for part, why in TORCH_SAYS.items():
             if part in str(error):
                 raise CaptureError(f"{what}: {why}") from None
-        if called:
+        if error is raised:
             reason = str(error).strip().partition("\n")[0]
             raise _told(error, f"{what}: {reason}") from None
         told = str(error).startswith(f"{where}: ")  # by the trace of a region within
