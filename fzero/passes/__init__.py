@@ -26,6 +26,7 @@ from fzero.passes.offload.place_moves import place_moves
 from fzero.passes.offload.schedule_updates import schedule_updates
 from fzero.passes.offload.tile_updates import tile_updates
 from fzero.passes.offload.to_spaces import to_spaces
+from fzero.passes.order_updates import order_updates
 from fzero.passes.pipeline.chunks import crossing
 from fzero.passes.prefetch import prefetch
 from fzero.passes.recompute import recompute
@@ -74,6 +75,11 @@ BEFORE_ROLES: Passes = (
         "narrow_gradients",
         lambda p, o: narrow_gradients(p),
         "a cast moves into the update; before segments hide it, and behind what decides what is sent",
+    ),
+    (
+        "order_updates",
+        lambda p, o: order_updates(p),
+        "what works on the state is known; before roles exchange values, each in this order",
     ),
     ("share", lambda p, o: share(p, o.chunk_of), "equal values in layers; before views are made for each use"),
     ("rematerialise_views", lambda p, o: rematerialise_views(p), "only owned memory may cross the cuts made next"),

@@ -119,10 +119,11 @@ class _Outer:
     # --- full work
 
     def _full(self, nodes: list[fx.Node], level: int) -> None:
-        """Emits the full nodes as one run; gathers the flat values that they need before it."""
-        nodes = [n for n in nodes if n.users or n in self.run.outputs]
-        if not nodes:
-            return
+        """Emits the full nodes, those of a bucket as one run; gathers the flat values that a run needs before it."""
+        for group in self.run.by_bucket([n for n in nodes if n.users or n in self.run.outputs]):
+            self._emit_full(group)
+
+    def _emit_full(self, nodes: list[fx.Node]) -> None:
         inside = set(nodes)
         inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
         dests = [n for n in nodes if n in self.run.dest]

@@ -8,7 +8,9 @@ result which comes later waits for the next level. Flat work is as late as its f
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,8 +79,34 @@ class OuterRun:
         self.outputs = dict(zip(fx_nodes.outputs(self.gm.graph), self.op.writes[:num_outputs], strict=True))
         self.nodes = [n for n in self.gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
         self._classify()
+        self._joined()
         self._place()
         self._repeat()
+
+    def by_bucket(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+        """Full nodes in groups that need nothing of one another: those that work on leaves of one bucket. A node that
+        works on leaves of several is of that with the largest; what works on none comes first."""
+        parent = {node: node for node in nodes}
+
+        def root(node: fx.Node) -> fx.Node:
+            while parent[node] is not node:
+                parent[node] = node = parent[parent[node]]
+            return node
+
+        largest: dict[fx.Node, tuple[int, str]] = {}
+        for node in nodes:
+            for a in node.all_input_nodes:
+                if a in parent:
+                    parent[root(a)] = root(node)
+        for node in nodes:
+            keys = [self.slot_key[a] for a in node.all_input_nodes if a in self.slot_key]
+            keys += [key for key in [self._slot_key_of(self.dest[node])] if key] if node in self.dest else []
+            sizes = [(math.prod(self.program.buckets[key.bucket].place(key.slot)[2]), key.bucket) for key in keys]
+            largest[root(node)] = max([largest.get(root(node), (0, "")), *sizes])
+        groups: dict[str, list[fx.Node]] = {"": []}
+        for node in nodes:
+            groups.setdefault(largest[root(node)][1], []).append(node)
+        return [group for group in groups.values() if group]
 
     def _apart(self) -> None:
         """A whole result that is flat work's too (new parameters that a later loss reads) becomes a copy of it, so that
@@ -120,6 +148,34 @@ class OuterRun:
                     self.owned.add(node)
             elif is_sum(node) and self.block_size.get(fx_nodes.operand(node)) == 1 and len(node.all_input_nodes) == 1:
                 self.partial.add(node)
+
+    def _joined(self) -> None:
+        """Flat work on what full work needs anyway, and of which only full work makes use, is full work: its operands
+        travel, and its results need not."""
+        for node in reversed(self.nodes):
+            chain: set[fx.Node] = set()
+            if node in self.slot_key and self._is_read_whole(node, chain) and self._is_of_whole(node, chain):
+                for inner in chain:
+                    del self.slot_key[inner], self.block_size[inner]
+
+    def _is_read_whole(self, node: fx.Node, but: AbstractSet[fx.Node]) -> bool:
+        """Whether full work needs a flat value; but: apart from these."""
+        return any(
+            u not in self.slot_key and u not in self.partial and u.target is not COPY
+            for u in node.users
+            if u not in but
+        )
+
+    def _is_of_whole(self, node: fx.Node, chain: set[fx.Node]) -> bool:
+        """Whether a flat value, of which only full work and `chain` make use, is of values that full work needs
+        beside it. Adds it to the chain, with those between."""
+        if node.op == "placeholder" or node in self.owned or node in self.dest or node in self.outputs:
+            return False
+        if any(u in self.partial or (u in self.slot_key and u not in chain) for u in node.users) or len(chain) > 4:
+            return False
+        chain.add(node)
+        flat = [a for a in node.all_input_nodes if a in self.slot_key]
+        return all(self._is_read_whole(a, chain) or self._is_of_whole(a, chain) for a in flat)
 
     def _place(self) -> None:
         """Fills `level`."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from fzero.ir.op import Op
-from fzero.ir.records import Ref
+from fzero.passes.common.touched import Touched
 
 
 def last_of_losses(ops: Sequence[Op]) -> int:
@@ -33,11 +33,11 @@ def moved_early(ops: Sequence[Op], movable: AbstractSet[int], ends: Callable[[Op
 
 def _behind(ops: Sequence[Op], movable: AbstractSet[int]) -> list[int]:
     """Of each op, behind which of those that stay it may come: of one that stays, itself."""
-    touched = _Touched()
+    touched = Touched()
     behind: list[int] = []
     for index, op in enumerate(ops):
         reads, writes = touched.by(op)
-        behind.append(touched.last_before(reads, writes) if index in movable else index)
+        behind.append(max(touched.before(reads, writes), default=-1) if index in movable else index)
         touched.note(reads, writes, behind[-1])
     return behind
 
@@ -54,36 +54,3 @@ def _early(
             early.add(index)
             needed.update(ref.name for ref in op.reads)
     return early
-
-
-class _Touched:
-    """By buffer, the references so far and the place of the op that made each. A wait touches all that its transfer
-    does. Only the methods here write the fields."""
-
-    def __init__(self) -> None:
-        self.reads: dict[str, list[tuple[Ref, int]]] = {}
-        self.writes: dict[str, list[tuple[Ref, int]]] = {}
-        self.flight: dict[str, Op] = {}
-
-    def by(self, op: Op) -> tuple[tuple[Ref, ...], tuple[Ref, ...]]:
-        """What an op reads and writes."""
-        if op.transfers:
-            self.flight[op.target] = op
-        started = self.flight.get(op.target, op) if op.is_mark else op
-        return started.reads, started.writes
-
-    def last_before(self, reads: tuple[Ref, ...], writes: tuple[Ref, ...]) -> int:
-        """The place of the last op that must come before one with these references; -1 if there is none."""
-        return max(self._conflicts(reads, writes), default=-1)
-
-    def _conflicts(self, reads: tuple[Ref, ...], writes: tuple[Ref, ...]) -> Iterator[int]:
-        for ref in (*reads, *writes):
-            yield from (place for other, place in self.writes.get(ref.name, ()) if ref.overlaps(other))
-        for ref in writes:
-            yield from (place for other, place in self.reads.get(ref.name, ()) if ref.overlaps(other))
-
-    def note(self, reads: tuple[Ref, ...], writes: tuple[Ref, ...], place: int) -> None:
-        """Remembers an op's references."""
-        for into, refs in ((self.reads, reads), (self.writes, writes)):
-            for ref in refs:
-                into.setdefault(ref.name, []).append((ref, place))
