@@ -21,6 +21,7 @@ import itertools
 import logging
 import os
 import random
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -56,6 +57,7 @@ FIRST = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the files under tests/golden")
+    parser.addoption("--part", default="1/1", help="one of so many parts of all tests, drawn by their names: 3/10")
     parser.addoption("--cpu", action="store_true", help="show the files of the most CPU seconds, with their processes'")
 
 
@@ -71,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for n, item in enumerate(found):
             if n not in kept or config.option.markexpr == "acceptance":
                 item.add_marker("acceptance")
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part % parts]
     for item in items if "processes" in config.option.markexpr else ():
         if isinstance(item, pytest.Function) and _starts_processes(item):
             item.add_marker("processes")

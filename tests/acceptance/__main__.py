@@ -5,6 +5,7 @@ has a JSON line for each: its commit, seconds and counts. A file that passed at 
 nothing was changed since; its output lies in `runs/acceptance/`.
 
     python -m tests.acceptance --jobs 2
+    python -m tests.acceptance --part 3/10    # one of ten parts of each file's, drawn by the names of tests
     python -m tests.acceptance tests/acceptance/test_opdb_full.py
 """
 
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "runs" / "acceptance.jsonl"
 LOGS = ROOT / "runs" / "acceptance"
+NONE_RAN = 5  # the exit code of pytest: the file has none of this part
 COUNTS = ("tests", "failures", "errors", "skipped")
 
 
@@ -31,15 +33,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make acceptance")
     parser.add_argument("files", nargs="*", help="of tests (default: all that have long checks)")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time (default 1)")
+    parser.add_argument("--part", default="1/1", help="one of so many parts of each file, as 3/10 (default: all)")
     given = parser.parse_args()
     at = commit()
-    done = {line["file"] for line in kept() if at and line["commit"] == at and passed(line)}
+    here = {"commit": at, "part": given.part}
+    done = {line["file"] for line in kept() if at and here.items() <= line.items() and passed(line)}
     files = given.files or long_files()
     todo = [file for file in files if file not in done]
     print(f"{len(files)} files with long checks, of which {len(files) - len(todo)} passed at this commit", flush=True)
     LOGS.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(given.jobs) as pool:
-        lines = list(pool.map(lambda file: checked(file, at), todo))
+        lines = list(pool.map(lambda file: checked(file, here), todo))
     print(summary(lines))
     return int(not all(map(passed, lines)))
 
@@ -63,16 +67,28 @@ def long_files() -> list[str]:
     return sorted(set(names), key=lambda name: (-names.count(name), name))
 
 
-def checked(file: str, at: str) -> dict[str, Any]:
-    """Runs a file's long checks and keeps the line of their end."""
+def checked(file: str, at: Mapping[str, str]) -> dict[str, Any]:
+    """Runs a file's long checks and keeps the line of their end. at: the commit, and which part of the checks."""
     name = file.replace("/", "_")
     report, start = LOGS / f"{name}.xml", time.monotonic()
     report.unlink(missing_ok=True)
     with open(LOGS / f"{name}.log", "w") as log:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "acceptance", f"--junitxml={report}", file]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "acceptance",
+            "--part",
+            at["part"],
+            f"--junitxml={report}",
+            file,
+        ]
         code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
     suite = next(ET.parse(report).iter("testsuite")).attrib if report.exists() else {}
-    line = {"file": file, "commit": at, "code": code, "seconds": round(time.monotonic() - start)}
+    code = 0 if code == NONE_RAN else code
+    line = {"file": file, **at, "code": code, "seconds": round(time.monotonic() - start)}
     line |= {key: int(suite.get(key, 0)) for key in COUNTS}
     with open(KEPT, "a") as lines:
         lines.write(json.dumps(line) + "\n")
