@@ -258,3 +258,9 @@ def test_golden_of_signs_that_are_fed_back(golden: Callable[[str, str], None]) -
     spec = cases.spec(zero=2, microbatches=2, precision=SIGN)
     program = written(spec, cases.layers(depth=1), cases.batch(8), 2).program
     golden("lower/signs_fed_back", without_lines(str(program)))
+
+
+def test_golden_of_parameters_that_lie_in_wider_slices_than_are_updated(golden: Callable[[str, str], None]) -> None:
+    """Each rank updates its part of a slice, and gets the rest of the slice from those that hold it too."""
+    zero = {"params": ("dp",), "grads": ("dp", "dp_out"), "optimizer": ("dp", "dp_out")}
+    golden("lower/wider_slices", without_lines(str(cases.naive(4, cases.layers(depth=1), zero=zero, mesh=BOTH))))

@@ -68,7 +68,8 @@ def test_a_head_in_other_numbers_and_with_a_bias() -> None:
 
 
 def test_what_is_no_head() -> None:
-    """As many classes as features; one row; no product; a product behind a sum; what a remat computes again."""
+    """As many classes as features; one row; no product; a product behind a sum; what a remat computes again; what is
+    made of no value."""
     draft = Draft()
     square = draft.call(aten.mm.default, draft.input(ROWS, V), draft.input(V, V))
     row = draft.call(aten.mm.default, draft.input(1, D), draft.input(D, V))
@@ -78,6 +79,7 @@ def test_what_is_no_head() -> None:
     plain = draft.call(aten.mm.default, draft.input(ROWS, D), draft.input(D, V))
     found = [draft.call(aten._log_softmax.default, x, 0, False) for x in (square, row, summed, again, plain)]
     found[-1].meta["phase"] = "x"
+    found.append(draft.call(aten._log_softmax.default, draft.call(aten.full.default, [ROWS, V], 1.0), 1, False))
     draft.returning(*found, draft.call(aten._log_softmax.default, draft.input(ROWS, V), 1, False))
     assert heads(draft.graph) == []
     two = Draft()
