@@ -149,6 +149,12 @@ def test_a_fused_weight_is_cut_in_groups() -> None:
     assert "S1/2 -> S1" in texts(aten.slice.Tensor, zeros(5, 8), 1, 4, 8)
 
 
+def test_a_padded_dim_is_cut_where_its_parts_are_as_long_as_the_padding() -> None:
+    pad = aten.constant_pad_nd.default
+    assert texts(pad, zeros(4, 6), [1, 1]) == ["R -> R", "S0 -> S0", "P -> P"]
+    assert texts(pad, zeros(4, 6), [6, 6]) == ["R -> R", "S0 -> S0", "S1 -> S1/3", "P -> P"]
+
+
 def test_megatron() -> None:
     assert "R, S1 -> S1" in texts(aten.mm.default, zeros(4, 6), zeros(6, 8)), "columns"
     assert "S1, S0 -> P" in texts(aten.mm.default, zeros(4, 6), zeros(6, 8)), "rows"
