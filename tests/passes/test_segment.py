@@ -9,6 +9,7 @@ import cases
 import pytest
 import short_programs
 import torch
+from by_hand import Draft
 from passed import upto
 from recorded import calls
 from torch import Tensor
@@ -17,7 +18,7 @@ import fzero
 from fzero.ir import fx_nodes
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
-from fzero.passes.segment import SMALL_BYTES, _phase, _units, segment
+from fzero.passes.segment import SMALL_BYTES, _grouped, _phase, _units, segment
 from fzero.shard.ops import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fzero.verify.rules import verify
 
@@ -87,6 +88,21 @@ def test_the_phase_of_work() -> None:
     assert _phase([node(mm, None), node(mm, "backward")]) is StepPhase.REGION
     assert _phase([node(cast, None)]) is StepPhase.FORWARD
     assert _phase([]) is StepPhase.BACKWARD, "it brings gradients to their places"
+
+
+@pytest.mark.parametrize(("chunks", "first"), [((0, 0, 0), 1), ((0, 0, 1), 2)])
+def test_what_a_layer_begins_with_stays_in_its_chunk(chunks: tuple[int, ...], first: int) -> None:
+    """`wide` would cross the border instead of `h`; but of another chunk it is, so it crosses."""
+    aten, draft = torch.ops.aten, Draft()
+    a, x, b = draft.input(4, 4), draft.input(4, 4), draft.input(16, 4)
+    h = draft.call(aten.mm.default, x, a)
+    wide = draft.call(aten.cat.default, [h, h, h, h], 1)
+    last = draft.call(aten.mm.default, wide, b)
+    draft.returning(last)
+    nodes = [h, wide, last]
+    units = {h: {"layers.0"}, last: {"layers.1"}}
+    groups = _grouped(nodes, units, dict(zip(nodes, chunks, strict=True)), lambda node: False)
+    assert [group.nodes for group in groups] == [nodes[:first], nodes[first:]]
 
 
 def runs(program: Program) -> list[str]:
