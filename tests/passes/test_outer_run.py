@@ -30,6 +30,13 @@ def centred(state: Any, x: Tensor) -> Any:
     return {"params": {"a": a, "b": b - b.mean()}, "ema": a}, {"loss": value, "most": a.max()}
 
 
+def running(state: Any, x: Tensor) -> Any:
+    """The sums up to each element of a leaf are no elementwise work, though they have its shape."""
+    value, g = fzero.value_and_grad(loss)(state["params"], x)
+    a, b = (state["params"][k] - 0.1 * g[k] for k in ("a", "b"))
+    return {"params": {"a": a, "b": b.cumsum(0) / 32}, "ema": a.flip(0)}, {"loss": value}
+
+
 def one_trains_and_one_decays(state: Any, x: Tensor) -> Any:
     """Two pieces of outer work write one column: one before the gradients are there, one after."""
 
@@ -49,6 +56,15 @@ def batch(rank: int, step: int) -> Tensor:
 @pytest.mark.parametrize("step", [scaled_by_a_new_leaf, centred, one_trains_and_one_decays])
 @pytest.mark.sampled(2)
 def test_a_column_written_after_it_was_gathered_is_gathered_again(step: Any, world: int) -> None:
+    check(step, world)
+
+
+def test_what_needs_the_elements_before_is_no_work_of_slices() -> None:
+    check(running, 2)
+
+
+def check(step: Any, world: int) -> None:
+    """All stages have the same bits, and those of one process but for rounding."""
     start = {"params": {"a": torch.linspace(0.5, 1, 70), "b": torch.linspace(1, 2, 64)}, "ema": torch.zeros(70)}
     runs = [run(fzero.Spec(step=step, zero=zero), start, batch, world=world, steps=3) for zero in (0, 1, 2, 3)]
     spec, graph = fzero.Spec(step=step, zero=0), runs[0].lowered.graph
