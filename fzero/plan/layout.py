@@ -85,8 +85,7 @@ def layout(
     buffers: dict[str, Buffer] = {}
     places: dict[int, Leaf] = {}
     for bucket, row, members in filled(classes, parts, [*map(home, paths)], bucket_bytes, batch.parts, batch):
-        chunk = members[0].chunk
-        bucket = bucket if cut is None or chunk is None else replace(bucket, role=cut.role_of[chunk])
+        bucket = replace(bucket, role=None if cut is None else cut.role_of[members[0].chunk])
         buckets[bucket.name], bucket_layouts[bucket.name] = bucket, row
         for column, (prefix, first) in enumerate(members[0].members):
             name = unused(buffer_name(f"{prefix}:{bucket.name}" if prefix else bucket.name), buffers)

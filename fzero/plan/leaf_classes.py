@@ -34,7 +34,7 @@ class LeafClass:
     stage: Stage = 0
     cast: torch.dtype = torch.float32
     coding: Coding = EXACT
-    chunk: int | None = None
+    chunk: int = 0
 
     @property
     def path(self) -> str:

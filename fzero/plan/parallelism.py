@@ -99,7 +99,7 @@ class Parallelism:
 
     def _check_columns(self, zero: Mapping[str, Any]) -> None:
         """Raises SpecError for columns whose axes the mesh has not, or whose slices do not lie within one another."""
-        axes = [axis for axis in self.axes or {"dp": -1} if axis in DATA]
+        axes = [axis for axis in self.axes or ("dp",) if axis in DATA]
         needs(zero.keys() == COLUMNS, "zero", zero, "all of params, grads and optimizer")
         for name, column in zero.items():
             fits = isinstance(column, (tuple, list)) and all(axis in axes for axis in column)

@@ -119,9 +119,9 @@ def test_in_a_pipeline_all_goes_through_memory_if_there_is_some(played: Any) -> 
 
 def test_on_cuda_all_is_nccls(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    monkeypatch.setattr(transport.storage, "block_of", lambda device, *, disk: "block")
+    monkeypatch.setattr(transport.storage, "block_of", lambda device, *, disk: f"of a disk: {disk}")
     found = transport_for(0, Mesh((("dp", 2), ("tp", 2))), device, "auto", Presence(0, 1))
-    assert (found.name, found.block, found.why) == ("nccl", "block", "NCCL")
+    assert (found.name, found.block, found.why) == ("nccl", "of a disk: False", "NCCL")
     assert {type(comm) for comm in found.comm.comms.values()} == {Nccl}
     assert found.rates is None
     assert isinstance(transport_for(0, Mesh((("dp", 1),)), device, "auto").comm, Alone)

@@ -49,6 +49,10 @@ def starts(text: str = TEXT, *options: int | None) -> list[str]:
             if "wait" not in line]  # fmt: skip
 
 
+def test_a_program_without_ops_needs_nothing() -> None:
+    assert prefetch(written("buffer h f32[8] activation"), 1, 0).ops == ()
+
+
 def test_a_gather_passes_as_many_runs_as_the_depth() -> None:
     """Not a write to its source; and none that fills what is no parameter's moves at all."""
     assert starts(TEXT, 0) == ["h", "f0", "f0", "f1", "f1", "f2", "f2", "m", "m", "f3", "f3"]

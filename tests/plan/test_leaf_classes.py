@@ -95,9 +95,9 @@ def test_a_leaf_alone_is_named_below_its_entry() -> None:
 
 
 def test_what_is_not_yet_decided_of_a_class_is_the_plainest() -> None:
-    """Whole on every rank, in fp32, coded not at all, in no chunk."""
+    """Whole on every rank, in fp32, coded not at all, in the first chunk."""
     one = LeafClass(("w",), (("params", 0),))
-    assert (str(one.layout), one.stage, one.cast, one.coding, one.chunk) == ("", 0, torch.float32, EXACT, None)
+    assert (str(one.layout), one.stage, one.cast, one.coding, one.chunk) == ("", 0, torch.float32, EXACT, 0)
     assert one.nbytes == 0
 
 

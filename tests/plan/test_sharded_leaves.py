@@ -34,6 +34,7 @@ def test_the_first_rule_that_matches_decides() -> None:
     found = leaves(state(w=torch.ones(4, 6), v=torch.ones(4, 6)), {"w": P(), "**": P("tp", None)})
     assert found["params/w"].local_shape == (4, 6)
     assert found["params/v"].local_shape == (2, 6)
+    assert leaves(state(w=torch.ones(4, 6), v=torch.ones(4, 6)), {"w": P(), "*": P("tp", None)}) == found
 
 
 @pytest.mark.parametrize(
