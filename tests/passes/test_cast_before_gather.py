@@ -7,8 +7,11 @@ from typing import Any
 
 import cases
 import torch
+from naive_steps import written
+from passed import upto
 
 import fzero
+from fzero.ir import fx_nodes
 from fzero.ir.code_ops import OPS
 from fzero.ir.program import wire_bytes
 from fzero.passes.cast_before_gather import _nbytes
@@ -32,3 +35,18 @@ def test_a_mixed_use_is_gathered_as_it_is() -> None:
 
     program = cases.lowered(loss=loss).program
     assert all(program.buffers[op.writes[0].name].dtype == torch.float32 for op in program.ops if op.gathers)
+
+
+def test_codes_of_a_bucket_are_made_leaf_by_leaf() -> None:
+    """Of as many elements as each has: blocks begin anew with it."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["layers"]["0"]["a"] @ params["layers"]["0"]["b"]).square().mean()
+
+    leaves = {"layers": {"0": {"a": torch.empty(8, 64, device="meta"), "b": torch.empty(64, 32, device="meta")}}}
+    spec = cases.spec(loss=loss, zero=3, precision=fzero.Precision(gather="int8"))
+    program = upto("cast_before_gather", written(spec, leaves, cases.batch(), 2).program)
+    (codes,) = (op for op in program.ops if op.why == "int8 before the gather")
+    shapes = [x.meta["val"].numel() for x in fx_nodes.placeholders(program.segments[codes.segment].graph)]
+    assert shapes[:2] == [8 * 64, 64 * 32]
+    assert [(ref.start, ref.stop) for ref in codes.reads] == [(0, 512), (512, 512 + 2048)]

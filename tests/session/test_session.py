@@ -112,6 +112,26 @@ def test_a_number_that_changes_is_a_tensor_from_then_on(caplog: pytest.LogCaptur
     assert runtime.settled(only_tensors) is only_tensors
 
 
+def test_a_number_that_changes_within_a_phase_is_a_tensor_too() -> None:
+    def by(p: Any, batch: Any) -> torch.Tensor:
+        return loss(p, batch["x"]) * batch["n"]
+
+    rates = {name: fzero.optim.sgd(rate) for name, rate in (("low", 0.1), ("high", 0.2))}
+    state, runtime = first(loss=by, optimizer=Phases(lambda step: "high" if step > 3 else "low", rates))
+    for n in (2.0, 3.0, 4.0):
+        state = fzero.step(state, {"x": torch.ones(2, 4), "n": n})
+    assert runtime.inputs == {None: frozenset({"n"})}
+
+
+def test_a_step_leaves_the_copies_of_parameters_as_their_casts() -> None:
+    """The next one casts none anew."""
+    state, runtime = first(optimizer=fzero.optim.adamw(1e-2), precision="bf16")
+    state = fzero.step(state, torch.ones(2, 4))
+    copies = runtime.copies
+    assert copies.tensors, "some are kept"
+    assert {key: copies.masters[key[0]]._version for key in copies.tensors} == copies.fresh
+
+
 def test_a_string_that_changes_is_refused() -> None:
     def named(p: Any, batch: Any) -> torch.Tensor:
         return loss(p, batch["x"])
