@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("passes", "lowering", "session", "shard", "comm", "plan")
 LEFT_OUT = (".git", ".venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build", "dist")
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)  # what only a reader or an error sees
-SAID = ("log.info", "log.debug", "progress.now")  # calls that only say something
+SAID = ("log.info", "log.debug", "progress.now", "progress.shown")  # calls that only say something
 UNSEEN = ("strict", "repr", "digest_size")  # arguments: zip's changes no result, field's only a text, a digest's length
 TOKEN = "secrets.token_hex"  # of which the length is a choice too
 CLOCK = re.compile(r"\bmonotonic\(\)|\b(now|began)\b")  # in a comparison: of two moments, which are never the same
@@ -129,8 +129,9 @@ def _is_threshold(node: ast.AST) -> bool:
 
 
 def _only_says(node: ast.AST) -> bool:
-    """Whether a statement calls one of `SAID`."""
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in SAID
+    """Whether a statement, or the context of one, calls one of `SAID`."""
+    call = node.value if isinstance(node, ast.Expr) else node.context_expr if isinstance(node, ast.withitem) else None
+    return isinstance(call, ast.Call) and ast.unparse(call.func) in SAID
 
 
 def _changed(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:

@@ -36,6 +36,13 @@ def test_lines_that_compute_are_broken_and_no_others() -> None:
     assert not any("strict=False" in after for after in found[15])
 
 
+def test_what_is_shown_of_a_stretch_of_work_is_text() -> None:
+    source = (
+        "def load(name):\n    with progress.shown('a' if name == 'load' else 'b'):\n        return name == 'load'\n"
+    )
+    assert sorted(lines.broken_lines(source)) == [3]
+
+
 def test_of_two_moments_none_is_the_other() -> None:
     source = "def late(now, end):\n    return now < end or time.monotonic() > end or end < 3 or now in end\n"
     assert sorted(lines.broken_lines(source)[2]) == [
