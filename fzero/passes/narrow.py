@@ -2,8 +2,9 @@
 
 Lowering gathers every column, and every gradient of which a rank keeps a slice, for the rest of the step, which it
 writes on whole values; `shard_update` has left of that what works on slices. A `mine` reference to what was gathered is
-read from the slice, and a gather that nobody else reads is dropped. Where all of a gradient is read its reduction gives
-it to every rank at once, and where no rank reads more than its slice it gives no more, whatever the layout says.
+read from the slice, and a gather that nobody else reads is dropped. Where no rank reads more of a gradient than its
+slice its reduction gives no more, whatever the layout says. Where all of it is read the reduction gives it to every
+rank at once; but under stages 2 and 3, where no rank keeps all gradients, it is gathered for who reads it.
 
     all_gather mu -> mu.full;  run mu.full[0:L:mine] ...            becomes   run mu[0:L:mine] ...
 
@@ -27,7 +28,7 @@ def narrow(program: Program) -> Program:
     needed = _needed(program)
     gathers = {op.target: op.reads[0].name for op in program.ops if op.gathers and op.reads[0].name != op.target}
     coded = {op.target for op in program.ops if _decodes(program, op)}
-    dropped = {n for n, of in gathers.items() if n not in needed or (of not in coded and _is_gradient(program, n))}
+    dropped = {n for n, of in gathers.items() if n not in needed or (of not in coded and _comes_whole(program, n))}
     buffers = dict(program.buffers)
 
     def lies(ref: Ref) -> Ref:
@@ -69,6 +70,12 @@ def _is_gradient(program: Program, name: str) -> bool:
     return program.buffers[name].kind == "grad"
 
 
+def _comes_whole(program: Program, name: str) -> bool:
+    """Whether a buffer is for a gradient of which every rank may keep all."""
+    bucket = program.buckets[program.buffers[name].bucket or ""] if _is_gradient(program, name) else None
+    return bucket is not None and not (bucket.updates_slices and bucket.reduce_when == "produced")
+
+
 def _decodes(program: Program, op: Op) -> bool:
     """Whether an op makes gradients of messages. Of a sum that is coded a rank adds up its own slice, and no more."""
     apart = any(program.buffers[ref.name].per != 1 for ref in op.reads)
@@ -79,6 +86,8 @@ def _needed(program: Program) -> set[str]:
     """The buffers of which something needs more than the own slice: what reads it, or what is made of it."""
     needed: set[str] = set()
     for op in reversed(program.ops):
+        if op.gathers and _is_gradient(program, op.target) and not _comes_whole(program, op.target):
+            continue  # of slices
         passes_on = op.gathers or _on_gradients(program, op)
         if not op.is_mark and not (passes_on and op.target not in needed):
             needed |= {ref.name for ref in op.reads if not ref.mine or passes_on}

@@ -22,13 +22,12 @@ from fzero.passes.common.touched import Touched
 
 def order_updates(program: Program) -> Program:
     """The program with the ops behind its last loss in an order in which little is whole at once."""
-    last_loss = max((i for i, op in enumerate(program.ops) if op.in_region), default=-1)
-    rest = (i for i, op in enumerate(program.ops) if i > last_loss and op.phase is StepPhase.OUTER)
-    first = next(rest, len(program.ops))
+    first = 1 + max((i for i, op in enumerate(program.ops) if op.in_region), default=-1)
     head, tail = program.ops[:first], program.ops[first:]
     needs = _needs(tail)
     kept = {i: program.buffers[op.target].bucket for i, op in enumerate(tail) if op.is_update}
-    order = _depth_first(_ends(needs, kept), needs, {i for i, bucket in kept.items() if bucket})
+    ends = [*_arrivals(tail), *_ends(needs, kept)]
+    order = _depth_first(ends, needs, {i for i, bucket in kept.items() if bucket})
     return rewrite.finish(program, "order_updates", ops=[*head, *(tail[i] for i in order)])
 
 
@@ -42,6 +41,13 @@ def _needs(ops: Sequence[Op]) -> list[list[int]]:
         needs.append(sorted(set(touched.before(reads, writes))))
         touched.note(reads, writes, place)
     return needs
+
+
+def _arrivals(ops: Sequence[Op]) -> list[int]:
+    """What brings results of the loss to where they belong, up to the first work on them; but no gather."""
+    start = next((i for i, op in enumerate(ops) if op.phase is StepPhase.OUTER), len(ops))
+    gathered = {op.target for op in ops[:start] if op.gathers}
+    return [i for i in range(start) if ops[i].target not in gathered]
 
 
 def _ends(needs: Sequence[Sequence[int]], kept: Mapping[int, str | None]) -> list[int]:

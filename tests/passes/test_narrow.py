@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from short_programs import buffer_lines, lines, shown, written
 
 from fzero.ir.program import Program
@@ -31,8 +33,10 @@ TEXT = """
 """
 
 
-def narrowed(text: str = TEXT, mesh: str = "dp=2") -> Program:
-    return narrow(written(text, mesh=mesh))
+def narrowed(text: str = TEXT, mesh: str = "dp=2", *, when: str = "produced") -> Program:
+    """when: gradients are reduced; at the "end" ranks keep all of them."""
+    program = written(text, mesh=mesh)
+    return narrow(replace(program, buckets={"b": replace(program.buckets["b"], reduce_when=when)}))
 
 
 def reductions(program: Program) -> list[tuple[str, str | None]]:
@@ -55,7 +59,7 @@ def test_what_is_read_as_the_own_slice_is_not_gathered() -> None:
 
 
 def test_a_gradient_that_is_read_whole_is_given_whole_by_its_reduction() -> None:
-    done = narrowed(TEXT + "run r.full[0:64:8x8] -> h")
+    done = narrowed(TEXT + "run r.full[0:64:8x8] -> h", when="end")
     assert shown(done.ops)[3:] == lines(
         """
         all_reduce g -> r r.scratch  axis=dp
@@ -66,6 +70,22 @@ def test_a_gradient_that_is_read_whole_is_given_whole_by_its_reduction() -> None
     )
     assert buffer_lines(done)["r"] == "buffer r f32[128] grad bucket=b"
     assert buffer_lines(done)["r.scratch"] == "buffer r.scratch f32[1x64] scratch"
+
+
+def test_of_gradients_that_no_rank_keeps_one_that_is_read_whole_is_gathered() -> None:
+    """The complaint: under stages 2 and 3 every rank held all gradients until the last was there."""
+    done = narrowed(TEXT + "run r.full[0:64:8x8] -> h")
+    assert shown(done.ops)[3:] == lines(
+        """
+        reduce_scatter g -> r r.scratch  axis=dp
+        wait r
+        all_gather r -> r.full  axis=dp
+        wait r.full
+        run r[0:128:mine] mu[0:128:mine] p[0:128:mine] -> mu[0:128:mine]
+        run r.full[0:64:8x8] -> h
+        """
+    )
+    assert buffer_lines(done)["r"] == "buffer r f32[64] grad bucket=b sharded=dp"
 
 
 def test_a_reduction_of_which_nobody_reads_more_than_a_slice_gives_no_more() -> None:
@@ -87,7 +107,7 @@ def test_the_sum_over_microbatches_is_as_long_as_what_it_adds() -> None:
     head, loss, rest = TEXT.partition("    all_gather r ->")
     both = head + extra + loss + rest
     assert "run r[0:128:mine] r2[0:128:mine] -> r[0:128:mine]" in shown(narrowed(both).ops)
-    whole = narrowed(both + "run r.full[0:64:8x8] -> h")
+    whole = narrowed(both + "run r.full[0:64:8x8] -> h", when="end")
     assert "run r[0:128:flat] r2[0:128:flat] -> r[0:128:flat]" in shown(whole.ops)
     assert [op.kind for op in whole.ops if op.reduces] == ["all_reduce", "all_reduce"]
 
@@ -102,5 +122,5 @@ def test_over_two_axes_a_slice_is_cut_once_more_where_the_buckets_slices_are() -
     ).replace("buffer h", "buffer n f32[64] grad bucket=b sharded=dp\n    buffer h")
     own = narrowed(text, "dp_out=2 dp=2")
     assert reductions(own) == [("reduce_scatter", "dp"), ("reduce_scatter", "dp_out")]
-    whole = narrowed(text + "run r.full[0:64:8x8] -> h", "dp_out=2 dp=2")
+    whole = narrowed(text + "run r.full[0:64:8x8] -> h", "dp_out=2 dp=2", when="end")
     assert reductions(whole) == [("all_reduce", "dp"), ("all_reduce", "dp_out")]
