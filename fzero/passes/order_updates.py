@@ -2,8 +2,8 @@
 
 `shard_update` writes the end of a step level by level: first this for every bucket, then that for every bucket. What
 work on whole leaves needs (Muon's matrices, Adafactor's squares) would be whole for all buckets at once. So each new
-leaf comes as early as it may, right behind what only it needs: one bucket is whole at a time. Without such work the
-order stays as it was.
+leaf comes as early as it may, right behind what only it needs: one bucket is whole at a time. What brings
+gradients to their places stays before all of it, in its order.
 
     gather f.a; gather f.b; run f.a -> o.a; run f.b -> o.b; run o.a -> a.new; run o.b -> b.new
     becomes   gather f.a; run f.a -> o.a; run o.a -> a.new; gather f.b; run f.b -> o.b; run o.b -> b.new
