@@ -32,7 +32,7 @@ from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.code_ops import spelled_out
-from fzero.ir.decisions import CHOSEN, IDLE, Choice, Decisions, RoleDecisions
+from fzero.ir.decisions import CHOSEN, IDLE, NO_COPIES, Choice, Decisions, RoleDecisions
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
 from fzero.lowering.chunk_loss import chunked, chunks_for
@@ -125,7 +125,8 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, trans
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
     options = _options(wanted)
     try:
-        roles = _roles(naive(local, plan, reduce=reduce.value, transport=transport), plan, asked, options, schedule)
+        before = partial(naive, local, plan, reduce=reduce.value, transport=transport)
+        roles = _roles(before, plan, asked, options, schedule)
     except SpecError as error:  # of a budget, which may not choose other bits
         if not (more := _other_bits(step, graph, reduce, wanted)):
             raise
@@ -220,15 +221,58 @@ class _RoleProgram:
 
 
 def _roles(
-    program: Program, plan: Plan, asked: _Asked, options: Options, schedule: Schedule | None
+    make: Callable[[], Program], plan: Plan, asked: _Asked, options: Options, schedule: Schedule | None
 ) -> dict[int, _RoleProgram]:
-    """The passes over a naive program; with a pipeline, from where it is cut on, over the program of each role."""
+    """The programs. Under a budget the copies of parameters that stay between steps go before all else does.
+
+    make: makes the program before all passes.
+    """
+    *others, last = asked.deciders.copies()
+    for stay in others:
+        options = _with(options, stay)
+        whole, first = _before_roles(make(), plan, options, schedule)
+        if not whole.copies:  # nothing else would be tried
+            return _each_role(whole, first, asked, _with(options, NO_COPIES), schedule)
+        try:
+            return _each_role(whole, first, asked, options, schedule, as_wanted=True)
+        except SpecError:
+            collect()
+    options = _with(options, last)
+    whole, first = _before_roles(make(), plan, options, schedule)
+    return _each_role(whole, first, asked, options, schedule)
+
+
+def _with(options: Options, copies: Choice[bool]) -> Options:
+    return replace(options, decided=RoleDecisions(copies=copies))
+
+
+def _before_roles(
+    program: Program, plan: Plan, options: Options, schedule: Schedule | None
+) -> tuple[Program, tuple[PassRecord, ...]]:
+    """The program of all roles after the first passes, and their records."""
     chunk_of = {} if schedule is None else plan.chunk_of()
-    first: tuple[PassRecord, ...] = ()
+    records: tuple[PassRecord, ...] = ()
     for row in BEFORE_ROLES:
         program, record = optimise(program, replace(options, chunk_of=chunk_of), [row])
-        first += record
+        records += record
         collect()
+    return program, records
+
+
+def _each_role(
+    program: Program,
+    first: tuple[PassRecord, ...],
+    asked: _Asked,
+    options: Options,
+    schedule: Schedule | None,
+    *,
+    as_wanted: bool = False,
+) -> dict[int, _RoleProgram]:
+    """The further passes; with a pipeline, over the program of each role.
+
+    program, first: after the first passes, and their records. as_wanted: where what was wanted does not fit its
+    budgets, less is not tried.
+    """
     parts = {0: program} if schedule is None else dict(by_role(program, schedule))
     roles = {}
     for number in list(parts):
@@ -241,7 +285,7 @@ def _roles(
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, options, UNTIL_PREFETCH)
         decided = _of_role(half, asked, options)
-        attempts = asked.deciders.tighter(half, decided)
+        attempts = iter([decided]) if as_wanted else asked.deciders.tighter(half, decided)
         budgets = asked.wanted.device_bytes, asked.wanted.host_bytes
         done, taken, third = fitted(half, replace(options, decided=decided), *budgets, attempts)
         roles[number] = _RoleProgram(done, decided, taken, (*first, *second, *third))
@@ -250,7 +294,7 @@ def _roles(
 
 def _of_role(program: Program, asked: _Asked, options: Options) -> RoleDecisions:
     """What the last passes of a role's program read. program: before them."""
-    wanted, deciders = asked.wanted, asked.deciders
+    wanted, deciders, copies = asked.wanted, asked.deciders, options.decided.copies
     if wanted.prefetch is not None:
         ahead = Choice.given(wanted.prefetch, "Spec(prefetch=)")
     else:
@@ -261,7 +305,7 @@ def _of_role(program: Program, asked: _Asked, options: Options) -> RoleDecisions
         place = deciders.update_on(program, asked.rates)
     else:
         place = Choice("device", "nothing is held off the device", IDLE)
-    return RoleDecisions(ahead, deciders.fetch_ahead(program), place, deciders.tile_bytes(program))
+    return RoleDecisions(ahead, deciders.fetch_ahead(program), place, deciders.tile_bytes(program), copies)
 
 
 def _notes(programs: Mapping[int, Program], wanted: LoweringOptions) -> dict[str, str]:

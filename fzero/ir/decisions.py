@@ -75,19 +75,24 @@ def _cost(cost: float | None, unit: str) -> str:
     return "" if cost is None else f" ({cost:.4g} {unit})"
 
 
+NO_COPIES: Choice[bool] = Choice(False, "no update writes 16-bit copies of parameters", IDLE)
+
+
 @dataclass(frozen=True)
 class RoleDecisions:
-    """What the last passes of one role's program read.
+    """What the passes of one role's program read.
 
     prefetch: how many segments ahead gathers start. fetch_ahead: how many runs before its use a fetch from another
     space starts. update_on: where elementwise work on what is held off the device runs, "device" or "cpu". tile_bytes:
-    of a column held there, the most that is brought at once.
+    of a column held there, the most that is brought at once. copies: whether 16-bit copies of parameters that updates
+    write stay between steps; of all roles alike.
     """
 
     prefetch: Choice[int] = Choice(1)
     fetch_ahead: Choice[int] = Choice(1)
     update_on: Choice[str] = Choice("device")
     tile_bytes: Choice[int] = Choice(TILE_BYTES)
+    copies: Choice[bool] = Choice(True)
 
     def but(self, **values: Any) -> RoleDecisions:
         """The same with other values, whose entries keep their reasons.

@@ -70,7 +70,11 @@ BEFORE_ROLES: Passes = (
     ("shard_update", lambda p, o: shard_update(p), "elementwise work on slices, while new leaves still have names"),
     ("narrow", lambda p, o: narrow(p), "then what only slices are read of need not be gathered"),
     ("cast_before_gather", lambda p, o: cast_before_gather(p), "fewer bytes travel; before segments hide the casts"),
-    ("keep_copies", lambda p, o: keep_copies(p), "what casts are made is known; before their ops are moved to uses"),
+    (
+        "keep_copies",
+        lambda p, o: keep_copies(p, o.decided.copies.value),
+        "what casts are made is known; before their ops are moved to uses",
+    ),
     (
         "narrow_gradients",
         lambda p, o: narrow_gradients(p),

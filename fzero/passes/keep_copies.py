@@ -31,9 +31,12 @@ from fzero.ir.records import DEVICE, PERSISTENT, Ref
 aten = torch.ops.aten
 
 
-def keep_copies(program: Program) -> Program:
-    """The program with the casts of parameters that their updates can write kept between steps."""
-    edits, columns = rewrite.Edits(), _columns(program)
+def keep_copies(program: Program, stay: bool = True) -> Program:
+    """The program with the casts of parameters that their updates can write kept between steps.
+
+    stay: False where that was decided against.
+    """
+    edits, columns = rewrite.Edits(), _columns(program) if stay else {}
     for column in columns.values():
         edits.instead[column.cast] = []
         edits.buffers[column.copy] = replace(program.buffers[column.low], name=column.copy, kind="copy")

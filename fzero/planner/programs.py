@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fzero.compile.ahead import lower_again
 from fzero.compile.decide import DECIDERS, Deciders
@@ -24,6 +24,8 @@ from fzero.ir.records import HOST
 from fzero.passes import Options
 from fzero.planner.problem import Problem
 from fzero.spec import Spec
+
+T = TypeVar("T")
 
 LATENCY_SHARE = 0.1  # of a bucket's time that may be latency: a machine's file says no hop to the last microsecond
 
@@ -89,8 +91,10 @@ def bucket_choice(rates: Rates, mesh: Mesh) -> Choice[int]:
 def sparing(machine: Hardware, mesh: Mesh) -> Deciders:
     """The same, but nothing is brought before it is needed: the least memory."""
     table = by_rates(machine, mesh)
-    return replace(table, prefetch=_always(0), fetch_ahead=_always(0), tile_bytes=small_tiles)
+    ahead = _always(0)
+    none_stay = (_always(False)(),)
+    return replace(table, copies=lambda: none_stay, prefetch=ahead, fetch_ahead=ahead, tile_bytes=small_tiles)
 
 
-def _always(value: int) -> Callable[..., Choice[int]]:
+def _always(value: T) -> Callable[..., Choice[T]]:
     return lambda *_: Choice(value, "as little as there is")

@@ -91,6 +91,12 @@ MADE_UP: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[fzero.Low
         lambda low: any(ref.tile for op in low.program.ops for ref in op.reads),
         True,
     ),
+    "copies": (
+        lambda: (Choice(False),),
+        {"optimizer": fzero.optim.adamw(1e-2), "precision": "bf16"},
+        lambda low: bool(low.program.copies),
+        False,
+    ),
     "tighter": (
         lambda program, decided: iter([decided.but(prefetch=0)]),
         {"zero": 3},
@@ -241,7 +247,8 @@ def test_a_table_has_value_runner_up_and_reason() -> None:
     head, *lines = str(low.decisions).splitlines()
     assert head.split() == ["decision", "value", "how", "runner-up", "reason"]
     names = [name for name, _ in low.decisions.rows()]
-    assert names == ["bucket_bytes", "cut", "reduce", "prefetch", "fetch_ahead", "update_on", "tile_bytes"]
+    of_role = ["prefetch", "fetch_ahead", "update_on", "tile_bytes", "copies"]
+    assert names == ["bucket_bytes", "cut", "reduce", *of_role]
     assert [line.split()[0] for line in lines] == names
     reduce = next(line for line in lines if line.startswith("reduce"))
     assert f"{low.reduce} (" in reduce

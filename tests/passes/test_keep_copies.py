@@ -5,6 +5,7 @@ Bits are those of the captured step run in plain torch (`helpers.run_reference`)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -91,6 +92,37 @@ def test_casts_that_stay(given: dict[str, Any], why: str) -> None:
 
 def test_what_rounds_the_moments_leaves_the_copy_of_the_parameter() -> None:
     assert kept(1, optimizer=fzero.optim.adamw(1e-2, moments="bfloat16")).copies
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_under_a_budget_copies_are_the_first_to_go(zero: int) -> None:
+    wanted = lowered(2, zero)
+    less = wanted.memory.peak - 1
+    fits = cases.lowered(2, optimizer=ADAMW, precision="bf16", zero=zero, device_bytes=less)
+    (first,), (decided,) = (low.decisions.roles.values() for low in (wanted, fits))
+    assert wanted.program.copies
+    assert not fits.program.copies
+    assert fits.memory.peak <= less
+    assert (first.copies.value, decided.copies.value, decided.copies.how) == (True, False, "budget")
+    assert replace(decided, copies=first.copies) == first, "nothing else went"
+    assert [str(p) for _, p in fits.trail()][-1] == str(fits.program)
+    again = fzero.lower(spec(zero=zero), cases.layers(), cases.batch(4), world_size=2, decisions=fits.decisions)
+    assert again.program_digest == fits.program_digest
+
+
+def test_a_budget_that_copies_fit_keeps_them() -> None:
+    wanted = lowered(2, 3)
+    fits = cases.lowered(2, optimizer=ADAMW, precision="bf16", zero=3, device_bytes=wanted.memory.peak)
+    assert fits.program_digest == wanted.program_digest
+
+
+def test_what_fits_without_copies_and_prefetch() -> None:
+    """The least that a refusal names is that of the program without either."""
+    with pytest.raises(fzero.SpecError, match=r"The least that works is device_bytes=") as refused:
+        cases.lowered(2, optimizer=ADAMW, precision="bf16", zero=3, device_bytes=10)
+    least = int(re.findall(r"device_bytes=(\d+)", str(refused.value))[-1])
+    fits = cases.lowered(2, optimizer=ADAMW, precision="bf16", zero=3, device_bytes=least)
+    assert (fits.memory.peak, fits.decisions.roles[0].copies.value) == (least, False)
 
 
 def data(world: int) -> tuple[Any, Callable[[int, int], torch.Tensor]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.capture.graph import Graph
-from fzero.compile.decide.budgets import tighter
+from fzero.compile.decide.budgets import copies, tighter
 from fzero.compile.decide.by_cost import bucket_bytes, fetch_ahead, prefetch_depth, product, tile_bytes
 from fzero.compile.decide.layers_cut import fewest_elements
 from fzero.compile.decide.reduce_when import reduce_by_bytes
@@ -37,7 +37,8 @@ class Deciders:
 
     bucket_bytes: of the kept costs of buckets by size. cut: of the elements of each numbered layer in order, of those
     after them, and the number of chunks. product: of a matrix product's question and figures. reduce: of the graph of
-    one rank. prefetch, fetch_ahead, update_on, tile_bytes: of a role's program before its last passes. tighter: what is
+    one rank. copies: whether 16-bit copies of parameters stay between steps, as tried under a budget of bytes, in
+    order. prefetch, fetch_ahead, update_on, tile_bytes: of a role's program before its last passes. tighter: what is
     tried under budgets of bytes, in order; the first that fits is taken.
     """
 
@@ -45,6 +46,7 @@ class Deciders:
     cut: Callable[[Mapping[str, int], int, int], Choice[tuple[str, ...]]] = fewest_elements
     product: Callable[[str, Figures | None], Choice[str]] = product
     reduce: Callable[[Graph, Plan], Choice[str]] = reduce_by_bytes
+    copies: Callable[[], tuple[Choice[bool], ...]] = copies
     prefetch: Callable[[Program, Options, Rates | None], Choice[int]] = prefetch_depth
     fetch_ahead: Callable[[Program], Choice[int]] = fetch_ahead
     update_on: Callable[[Program, Rates | None], Choice[str]] = cheaper_place
@@ -84,6 +86,7 @@ def pinned(record: Decisions) -> Deciders:
         cut=lambda layers, last, chunks: record.cut,
         product=known,
         reduce=lambda graph, plan: record.reduce,
+        copies=lambda: (next(iter(record.roles.values())).copies,),
         prefetch=lambda program, options, rates: role(program).prefetch,
         fetch_ahead=lambda program: role(program).fetch_ahead,
         update_on=lambda program, rates: role(program).update_on,

@@ -1,7 +1,8 @@
 """budgets: the last passes under `Spec(device_bytes=, host_bytes=)`, with less brought ahead where these ask for it.
 
-A program that fits is taken as it is. Else nothing is brought before it is needed, then tiles get smaller. What then
-does not fit is refused, with the op at the peak and the least that works.
+A program that fits is taken as it is. Else no 16-bit copy of a parameter stays between steps (`compile.step` lowers the
+step again), then nothing is brought before it is needed, then tiles get smaller. What then does not fit is refused, with
+the op at the peak and the least that works.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def fitted(
             return done, _explained(options.decided, decided, [one for _, one in tried], limits), records
         tried.append((done, memory))
     raise SpecError(_too_much(tried, limits))
+
+
+def copies() -> tuple[Choice[bool], ...]:
+    """Whether 16-bit copies of parameters stay between steps: what is tried under a budget, in order."""
+    less = "with them what was wanted does not fit: Spec(device_bytes=)"
+    return Choice(True, "updates write them: no cast before a use"), Choice(False, less, BUDGET, None, RunnerUp(True))
 
 
 def tighter(program: Program, decided: RoleDecisions) -> Iterator[RoleDecisions]:
