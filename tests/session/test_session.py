@@ -76,6 +76,24 @@ def test_an_evaluation_has_programs_of_its_own() -> None:
     assert len(runtime.evaluations) == 3
 
 
+@pytest.mark.parametrize("new", ["its own batch", "another batch"])
+def test_an_evaluation_whose_reads_have_changed_is_refused(monkeypatch: pytest.MonkeyPatch, new: str) -> None:
+    _, runtime = first()
+    monkeypatch.setitem(SCALE, "by", 1.0)
+    scored = {"batch": torch.ones(2, 4), "key": None}
+
+    def score(p: Any, batch: Any) -> Any:
+        return {"out": scaled(p, batch)}
+
+    runtime.compiled(scored, score)
+    runtime.compiled(scored, out)
+    monkeypatch.setitem(SCALE, "by", 2.0)
+    given = scored if new == "its own batch" else {**scored, "batch": torch.ones(3, 4)}
+    with pytest.raises(CaptureError, match=r"SCALE\['by'\]"):
+        runtime.compiled(given, score)
+    assert runtime.compiled(scored, out), "what another evaluation read is as it was"
+
+
 def test_programs_of_all_phases_are_made_at_once() -> None:
     """The one of this step is made last, and is the one that is used last."""
     rates = {name: fzero.optim.sgd(rate) for name, rate in (("low", 0.1), ("high", 0.2))}
@@ -110,6 +128,20 @@ def test_a_number_that_changes_is_a_tensor_from_then_on(caplog: pytest.LogCaptur
     assert not isinstance(plain["n"], torch.Tensor)
     only_tensors = {"x": x}
     assert runtime.settled(only_tensors) is only_tensors
+
+
+def test_a_number_of_an_evaluation_that_changes_is_a_tensor_there(caplog: pytest.LogCaptureFixture) -> None:
+    def scored(p: Any, batch: Any) -> Any:
+        return {"out": loss(p, batch["x"]) * batch["n"]}
+
+    _, runtime = first()
+    x = torch.ones(2, 4)
+    for n in (2.0, 3.0):
+        given = runtime.settled({"x": x, "n": n}, scored)
+        runtime.compiled({"batch": given, "key": None}, scored)
+    assert isinstance(given["n"], torch.Tensor)
+    assert "batch['n'] was float 2.0, is float 3.0" in caplog.text
+    assert runtime.inputs == {scored: frozenset({"n"})}
 
 
 def test_a_number_that_changes_within_a_phase_is_a_tensor_too() -> None:
@@ -248,6 +280,21 @@ def test_costs_of_products_are_those_of_rank_0(monkeypatch: pytest.MonkeyPatch) 
     other = replace(runtime, world_size=2, rank=1)
     assert other.costs == (("products",), {"rank": 1, "store": "store"})
     assert other.costs is other.costs
+
+
+@pytest.mark.parametrize(("matmul", "asked"), [("fastest", True), ("default", False)])
+def test_products_are_measured_where_the_spec_asks(monkeypatch: pytest.MonkeyPatch, matmul: str, asked: bool) -> None:
+    _, runtime = first(matmul=matmul)
+    given = []
+
+    def made(*args: Any, **named: Any) -> Any:
+        given.extend(x for x in args if x is runtime.costs)
+        return checked(*args, **named)
+
+    checked = session.checked_step
+    monkeypatch.setattr(session, "checked_step", made)
+    runtime.compiled(torch.ones(2, 4))
+    assert bool(given) == asked
 
 
 def test_the_session_shows_the_state_by_its_shapes() -> None:
