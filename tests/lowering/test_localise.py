@@ -137,6 +137,23 @@ def test_ranks_compute_what_one_computes(mesh: dict[str, int], given: dict[str, 
         torch.testing.assert_close(metrics["grad_norm"], wanted.metrics[0]["grad_norm"], rtol=1e-5, atol=1e-6)
 
 
+def test_with_a_sequence_axis_sums_lie_in_parts_of_tokens() -> None:
+    rules = {"up": P(None, "tp"), "down": P("tp", None)}
+    params = {"up": torch.empty(8, 16, device="meta"), "down": torch.empty(16, 8, device="meta")}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (x + (x @ p["up"]).relu() @ p["down"]).square().mean()
+
+    def sums(sequence: str | None) -> list[tuple[Any, Any]]:
+        spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), mesh={"tp": 2}, shard=rules, sequence=sequence)
+        found = fzero.lower(spec, params, torch.empty(2, 4, 8, device="meta")).sharding
+        assert found is not None
+        return [(m.source, m.target) for m in found.moves if m.source == Partial() and m.nbytes > 4]
+
+    assert sums("tp") == [(Partial(), Shard(1))]
+    assert sums(None) == [(Partial(), Replicated())]
+
+
 def test_two_axes_compute_what_one_rank_computes() -> None:
     rules = {"up/w": P("tp", "mp"), "up/b": P("tp"), "down/w": P("mp", "tp")}
     spec = {"loss": mlp, **CLIPPED}
