@@ -151,6 +151,10 @@ def test_stage_1_of_a_custom_state_needs_to_know_its_parameters() -> None:
     paths, values, _ = tree.flatten({"model": {"w": torch.zeros(64)}, "ema": {"w": torch.zeros(64)}})
     with pytest.raises(SpecError, match="Say which leaves are parameters"):
         layout(paths, values, mesh=Mesh((("dp", 2),)), zero=1)
+    with pytest.raises(SpecError, match="Say which leaves are parameters"):
+        layout(paths, values, mesh=Mesh((("dp", 2),)), zero=2)
+    plan = layout(paths, values, mesh=Mesh((("dp", 2),)), zero=3)
+    assert {name: b.sharded for name, b in plan.buffers.items()} == {"ema:small": "dp", "model:small": "dp"}
     plan = layout(paths, values, mesh=Mesh((("dp", 2),)), zero=1, params=("model/**",))
     assert {name: b.sharded for name, b in plan.buffers.items()} == {"ema:small": "dp", "model:small": None}
 
