@@ -148,6 +148,7 @@ def real(transfers: str, mesh: dict[str, int] | None) -> list[bytes]:
 @pytest.mark.parametrize(
     ("world", "transfers", "mesh"), [(2, "p2p", None), (3, "shared", None), (4, "p2p", {"dp_out": 2, "dp": 2})]
 )
+@pytest.mark.sampled(2)
 def test_every_transport_has_the_same_bits(world: int, transfers: str, mesh: dict[str, int] | None) -> None:
     done = run(spec("sign", True, zero=1), first(True), batch, world=world, steps=STEPS)
     wanted = [done.final[path].numpy().tobytes() for path in done.paths]

@@ -93,7 +93,7 @@ def plain() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:User provided device_type")
 @pytest.mark.parametrize("name", NO_EFFECT)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_around_every_call_it_has_no_effect(name: str, plain: list[Any]) -> None:
     with NO_EFFECT[name]():
         found = everything()

@@ -50,7 +50,7 @@ def assert_stock(outcomes: Any, stock: Result, predicted: Any, folder: Path) -> 
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance  # two processes import transformers
 def test_two_ranks_of_one_batch_train_as_one_process_does(axis: str, tmp_path: Path) -> None:
     """Losses, evaluations, predictions, a resumed run, and the export."""
     stock = make(STOCK, "llama of two layers", tmp_path / STOCK, **RUN)

@@ -166,6 +166,7 @@ def on_two_ranks(folder: str) -> Any:
     return ours, stock, statistics(found[0]), own
 
 
+@pytest.mark.acceptance  # two processes import transformers
 def test_two_ranks_keep_the_mean_of_what_the_ranks_see(tmp_path: Path) -> None:
     """Of the stock Trainer without its broadcasts each rank has its own: their mean is ours, on both ranks."""
     outcomes = values(gloo(2, on_two_ranks, str(tmp_path)))

@@ -80,6 +80,7 @@ def test_a_seed_draws_the_same_lines() -> None:
     assert lines.drawn("plan", 5, seed=3) == lines.drawn("plan", 5, seed=3) != lines.drawn("plan", 5, seed=4)
 
 
+@pytest.mark.acceptance
 def test_a_broken_line_is_caught_or_survives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_step_is_that_of_a_loop_by_hand(policy: str, grid: str) -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_stages_have_one_set_of_bits(policy: str, grid: str, microbatches: int) -> None:
     given = {"precision": Precision(**POLICIES[policy]), "microbatches": microbatches}
     first = trained(GRIDS[grid], zero=0, **given)
@@ -113,7 +113,7 @@ def test_stages_have_one_set_of_bits(policy: str, grid: str, microbatches: int) 
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_changes_no_bit_changes_none_of_messages(given: dict[str, Any]) -> None:
     policy = {"precision": Precision(gather="int8", reduce="int4"), "microbatches": 2, "zero": 3}
     zero = 1 if "mesh" in given else 3
@@ -178,6 +178,7 @@ def processes(transfers: str, zero: Any, mesh: dict[str, int] | None = None) -> 
 
 
 @pytest.mark.parametrize(("transfers", "zero"), [("p2p", 3), ("shared", 1), ("auto", 2)])
+@pytest.mark.sampled(2)
 def test_processes_have_the_bits_of_the_interpreter(transfers: str, zero: int) -> None:
     wanted = params_of(trained(GRIDS["2"], zero=0, precision=Precision(gather="int8", reduce="int4")))
     for final in of_ranks(gloo(2, processes, transfers, zero)):

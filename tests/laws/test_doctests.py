@@ -47,7 +47,7 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in DOCS if ">>>" in p.read_text(encoding="utf-8")], ids=page_id)
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 def test_documents_run(path: Path) -> None:
     needs_accelerate(path.stem)
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")

@@ -172,7 +172,7 @@ LONGEST = [pytest.param(one, marks=pytest.mark.acceptance, id=one.__name__) for 
 
 
 @pytest.mark.parametrize("example", [gan, dp_sgd, *LONGEST], ids=lambda example: example.__name__)
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
     """As torchrun would start them; `ranks.launch` is tested above."""
     assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
@@ -342,6 +342,7 @@ def peaks(printed: str) -> tuple[float, float]:
     return float(found[1]) * unit[found[2]], float(found[3]) * unit[found[4]]
 
 
+@pytest.mark.acceptance
 def test_a_classifier_by_the_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GLUE's shape; the bytes that the allocator saw are those that were planned."""
     pytest.importorskip("accelerate")

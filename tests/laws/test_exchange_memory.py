@@ -65,6 +65,7 @@ def streaming(folder: Path, what: str) -> int:
         *(pytest.param(*one, marks=pytest.mark.acceptance) for one in (("live dcp", 2), ("convert", 1), ("dcp", 1))),
     ],
 )
+@pytest.mark.sampled(2)
 def test_import_and_export_hold_few_of_the_largest_tensors(what: str, world: int, tmp_path: Path) -> None:
     save_file({f"w{i}": torch.full((LARGEST // 4,), float(i)) for i in range(COUNT)}, tmp_path / "model.safetensors")
     most = max(values(gloo(world, streaming, tmp_path, what)))

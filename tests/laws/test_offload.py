@@ -129,7 +129,7 @@ def test_bits_over_tp_do_not_depend_on_where_leaves_are_held(
     assert any(op.moves for op in moved.lowered.program.ops)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("homes", [*(name for name in HOMES if name != "mixed"), "activations"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 0.3, "precision": "bf16"}], ids=["plain", "clipped"])

@@ -58,6 +58,7 @@ def test_each_gradient_is_gathered_once() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sampled(4)
 def test_adafactor_takes_about_what_an_optimizer_with_a_moment_does(zero: int, clip: float | None) -> None:
     """Without stages, too: what it works with was kept for all leaves beside their gradients."""
     adafactor, sgd = (

@@ -106,6 +106,7 @@ def test_the_default_is_among_the_candidates_and_the_answer_no_slower() -> None:
         assert found.peak <= found.memory
 
 
+@pytest.mark.acceptance
 def test_less_memory_is_bought_with_time() -> None:
     """Of falling budgets each answer fits, and none is faster than that of a larger one."""
     seconds = []

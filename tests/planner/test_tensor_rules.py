@@ -123,6 +123,7 @@ def found(rules: Any, remat: str = "full", sequence: str | None = None) -> Foret
     return takes(of, spec, mesh, by_rates(of.machine, mesh))
 
 
+@pytest.mark.acceptance
 def test_shallow_programs_say_what_a_whole_leaf_costs() -> None:
     """The complaint: the forward alone is faster with whole output products and words, and the step, whose data ranks
     gather and reduce them, 8 to 17 % slower."""
@@ -134,6 +135,7 @@ def test_shallow_programs_say_what_a_whole_leaf_costs() -> None:
 
 
 @pytest.mark.parametrize("sequence", [None, "tp"])
+@pytest.mark.sampled(1)
 def test_bytes_over_a_model_axis_are_near_those_of_the_program(sequence: str | None) -> None:
     """The complaint: what is gathered over the axis counted as parts where tokens lie in parts: half of the bytes."""
     of = large()
