@@ -97,6 +97,7 @@ def test_rows_are_not_filled_up_for_a_loss_of_the_users(config: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["answers", "pooled"])
+@pytest.mark.sampled(1)
 def test_places_are_not_padded_where_they_would_count(name: str, tmp_path: Path) -> None:
     if name == "answers":
         assert_alike(tmp_path, lambda: bert("BertForQuestionAnswering"), text(20, 0), answers, max_steps=4)

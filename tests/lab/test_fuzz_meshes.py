@@ -186,6 +186,7 @@ def test_a_product_in_shares_is_rounded_as_model_ranks_round_it() -> None:
     assert not torch.equal(a @ b, halves)
 
 
+@pytest.mark.acceptance
 def test_sixteen_bits_over_tp_are_allowed_what_partial_sums_round() -> None:
     """Its embedding's gradient is six times as far from float64 as PyTorch's, and twice that of sums in halves."""
     assert check(draw(0, 1442)).end == "refused", "and equal after the remedies"

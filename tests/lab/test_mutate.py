@@ -38,7 +38,7 @@ from lab.mutate.oracle import difference, outcome
 
 UNBROKEN, EACH = (
     {
-        draw: 6,
+        draw: 3,
         draw_pipeline: 1,
         draw_hierarchy: 1,
         draw_offloaded: 1,

@@ -483,6 +483,7 @@ def test_a_pattern_of_attention_looks_at_a_tenth_of_the_pairs() -> None:
 
 
 @pytest.mark.parametrize("remat", what_fits.REMAT)
+@pytest.mark.sampled(1)
 def test_a_window_is_ten_times_longer_than_scores_under_one_budget(remat: str) -> None:
     """At equal recomputation: what ten times fewer tokens need by their scores is more than the window needs."""
     small, tokens = what_fits.SHAPES["small"], 3840

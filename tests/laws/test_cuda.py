@@ -34,7 +34,7 @@ WORKER = Path(__file__).parents[1] / "support" / "workers" / "on_standin.py"
 TEXT = WORKER.read_text() + (WORKER.parents[1] / "standin" / "faults.py").read_text()
 SHOWN = 2  # scenarios named for a line
 LEFT_OUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTORCH_NVML_BASED_CUDA_CHECK")  # DeepSpeed sets the last
-LONG = {"a_state_larger_than_the_device", "updates_on_the_host_in_slots_used_again"}
+LONG = {"a_state_larger_than_the_device", "offloaded_with_moments_of_8_bits", "updates_on_the_host_in_slots_used_again"}
 NAMES = {int(world): re.findall(rf"@scenario\({world}\)\ndef (\w+)", TEXT) for world in "12"}
 CASES = [(world, name) for world, names in NAMES.items() for name in names if name not in LONG]
 

@@ -17,7 +17,7 @@ import fzero
 from fzero import optim
 from fzero.errors import FzeroError
 
-PARTS, WIDE = 48, torch.float64
+PARTS, WIDE = 24, torch.float64
 REFUSED = ("write running statistics in training", "gaussian_nll_loss asks", "transformer.py")
 
 

@@ -184,7 +184,7 @@ def test_bits_on_two_data_axes_do_not_depend_on_where_leaves_are_held(
 
 @pytest.mark.parametrize(("beside", "chosen"), [(0.999, "each"), (1.001, "end")])
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}])
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_what_moves_a_planned_peak_does_not_choose_reduce(
     mesh: dict[str, int], beside: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

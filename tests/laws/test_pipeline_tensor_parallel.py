@@ -118,6 +118,7 @@ def test_every_choice_of_a_blocks_rules(wte: P, head: P, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [None, "tp"])
+@pytest.mark.sampled(1)
 def test_a_scaled_loss_that_is_a_sum_over_ranks(sequence: str | None) -> None:
     """Of a vocabulary in parts, large enough that its logits stay so. It has the bits of tensor parallelism alone."""
     g = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ def usual(memory: int | None = None) -> fzero.Planned:
 def test_what_was_given_is_pinned_also_where_it_is_the_default() -> None:
     """3 is the stage of a Spec that says nothing; said, it stays."""
     for zero in (1, 3):
-        found = planned(given(zero=zero, mesh={"dp": 4}))
+        found = planned(given(zero=zero, mesh={"dp": 4}), most=4)
         assert {row.candidate.zero for row in found.table} == {zero}
         assert {row.candidate.mesh for row in found.table} == {(("dp", 4),)}
         assert sorted(found.choices)[:3] == ["bucket_bytes", "microbatches", "offload"]
@@ -161,7 +161,7 @@ def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
         (8, 3, 32),
     ],
 )
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(
     world: int, n: int, width: int, whole: bool
 ) -> None:

@@ -474,7 +474,7 @@ STARTED = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3))
 
 
 @pytest.mark.parametrize(
-    ("what", "count"), [(trained, 20), pytest.param(trained, 50, marks=pytest.mark.acceptance), (started, 50)]
+    ("what", "count"), [*(pytest.param(trained, n, marks=pytest.mark.acceptance) for n in (20, 50)), (started, 50)]
 )
 def test_many_in_one_process_leave_nothing(what: Any, count: int) -> None:
     """Fifty Specs and their steps, fifty first states of one: no object is left, of Python or of fzero."""
