@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,7 @@ from fzero.ir.records import DEVICE
 from fzero.plan.layout import layout
 from fzero.plan.memory_use import GRADS, KINDS_OF_LEAVES
 from fzero.plan.parallelism import DEFAULT_PARAMS
-from fzero.plan.pipeline_cut import Cut, cut_layers
+from fzero.plan.pipeline_cut import CutLayers, cut_layers
 from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 
@@ -85,7 +85,7 @@ def _check_offloaded(rules: Mapping[str, str], plan: Plan) -> None:
             )
 
 
-def _cut(spec: Spec, mesh: Mesh, deciders: decide.Deciders) -> Callable[[Mapping[str, int], int], Cut] | None:
+def _cut(spec: Spec, mesh: Mesh, deciders: decide.Deciders) -> CutLayers | None:
     """How the layers are dealt to the roles of a pipeline; None without one."""
     if mesh.roles == 1:
         return None

@@ -1,5 +1,8 @@
 """schedule_reductions: a gradient bucket is reduced when it is complete (stages 0, 2, 3) or at the backward's end (1).
 
+In a pipeline the backwards of microbatches end together, behind the last. There each bucket is reduced when it is
+complete, if it is reduced with each microbatch: else a role would hold the gradients of all of them.
+
 A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is
 complete is waited for after the next segment. So one reduction is in flight beside the compute, and a full bucket
 outlives its reduction by no more. The reductions at the end overlap one another. Without overlap each is waited for at
@@ -12,42 +15,50 @@ once.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection
 from itertools import pairwise
 
 from fzero.ir import rewrite
 from fzero.ir.op import Op
 from fzero.ir.program import Program
-from fzero.ir.records import Bucket
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     """The program with each gradient bucket reduced as its `reduce_when` says; with `overlap`, beside compute."""
     ops = _sums_early(list(program.ops))
+    at_once = _at_once(program)
     pairs: dict[str, tuple[Op, Op]] = {}
     rest: list[Op] = []
     arrived = {op.target for op in ops if op.transfers}
     waits = {op.reads[0].name: op for op in ops if op.is_wait}
     for op in ops:
-        if _movable(program, op) and op.reads[0].name not in arrived:
+        if _reduced_bucket(program, op) in at_once and op.reads[0].name not in arrived:
             pairs[op.writes[0].name] = (op, waits[op.writes[0].name])
         elif not (op.is_wait and op.reads[0].name in pairs):
             rest.append(op)
     rest = _placed(rest, list(pairs.values()), overlap)
     if overlap:
-        rest = _staggered(program, rest)
+        rest = _staggered(program, rest, at_once)
     return rewrite.finish(program, "schedule_reductions", ops=_sums_early(rest))
 
 
-def _movable(program: Program, op: Op) -> bool:
-    bucket = _reduced_bucket(program, op)
-    return bucket is not None and bucket.reduce_when == "produced"
+def _at_once(program: Program) -> set[str]:
+    """The buckets whose gradients are reduced as soon as they are complete."""
+    often = Counter(_reduced_bucket(program, op) for op in program.ops)
+    return {
+        name
+        for name, bucket in program.buckets.items()
+        if bucket.reduce_when == "produced" or (program.role is not None and often[name] > 1)
+    }
 
 
-def _reduced_bucket(program: Program, op: Op) -> Bucket | None:
+def _reduced_bucket(program: Program, op: Op) -> str | None:
     """The bucket of gradients that an op reduces; None for any other op."""
     if not (op.reduces or op.exchanges) or op.row.small:
         return None
-    return program.buckets.get(program.buffers[op.reads[0].name].bucket or "")
+    bucket = program.buffers[op.reads[0].name].bucket
+    return bucket if bucket in program.buckets else None
 
 
 def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
@@ -66,13 +77,13 @@ def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op
     return edits.spliced(ops)
 
 
-def _staggered(program: Program, ops: list[Op]) -> list[Op]:
+def _staggered(program: Program, ops: list[Op], at_once: Collection[str]) -> list[Op]:
     """The ops with each of several consecutive reductions waited for after the next has started."""
     result: list[Op] = []
     index = 0
     while index < len(ops):
         chain: list[tuple[Op, Op]] = []
-        while index + 1 < len(ops) and _end_pair(program, ops[index], ops[index + 1]):
+        while index + 1 < len(ops) and _end_pair(program, ops[index], ops[index + 1], at_once):
             if chain and ops[index].reads[0].name == chain[-1][0].target:
                 break  # the sum over a further axis, of what the one before brings
             chain.append((ops[index], ops[index + 1]))
@@ -88,9 +99,9 @@ def _staggered(program: Program, ops: list[Op]) -> list[Op]:
     return result
 
 
-def _end_pair(program: Program, op: Op, after: Op) -> bool:
-    whole = _reduced_bucket(program, op) is not None and not _movable(program, op)
-    return whole and after.is_wait and after.reads[0].name == op.writes[0].name
+def _end_pair(program: Program, op: Op, after: Op, at_once: Collection[str]) -> bool:
+    bucket = _reduced_bucket(program, op)
+    return bucket is not None and bucket not in at_once and after.is_wait and after.reads[0].name == op.writes[0].name
 
 
 def _sums_early(ops: list[Op]) -> list[Op]:

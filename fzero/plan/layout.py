@@ -34,7 +34,7 @@ from fzero.plan.block_scales import CODES, scales, with_scales
 from fzero.plan.fill_buckets import filled, round_up, unused
 from fzero.plan.followers import Follows, followers
 from fzero.plan.leaf_classes import LeafClass, leaf_classes, stages_of
-from fzero.plan.pipeline_cut import FIRST, Cut, layer_of
+from fzero.plan.pipeline_cut import FIRST, Cut, CutLayers, layer_of, tied_heads
 from fzero.plan.sharded_leaves import layouts
 from fzero.plan.stages import BucketLayout, Stage, batch_layout
 from fzero.plan.state_plan import Leaf, Plan
@@ -49,7 +49,7 @@ def layout(
     leaves: Sequence[torch.Tensor],
     *,
     mesh: Mesh,
-    pipeline: Callable[[Mapping[str, int], int], Cut] | None = None,
+    pipeline: CutLayers | None = None,
     zero: Stage | Mapping[str, Stage] = 0,
     bucket_bytes: int = BUCKET_BYTES,
     params: Sequence[str] = ("params/**",),
@@ -61,7 +61,8 @@ def layout(
 ) -> Plan:
     """The plan for these leaves.
 
-    pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them.
+    pipeline: `pipeline_cut.cut_layers`, given the elements of each numbered layer and of the leaves after them, and
+    which embeddings are among these.
     compute: the narrowest dtype that a leaf may be gathered in, from its path below its entry and the leaf. coding: the
     codecs of its messages, from the same. shard: path
     rules to the axes that cut the dims; the first match wins. home: the space in which a leaf of a bucket is held, from
@@ -184,20 +185,23 @@ def _may_be_cut(leaf: torch.Tensor) -> bool:
     return (leaf.dtype.is_floating_point or leaf.dtype in CODES) and leaf.ndim > 0 and leaf.numel() > 0
 
 
-def _layers(classes: Sequence[LeafClass], follows: Sequence[Follows | None]) -> tuple[dict[str, int], int]:
-    """(the elements of each numbered layer, the elements of leaves without a number that come after them), without what
-    follows another leaf."""
+def _layers(
+    classes: Sequence[LeafClass], follows: Sequence[Follows | None]
+) -> tuple[dict[str, int], int, frozenset[str]]:
+    """(the elements of each numbered layer, the elements of leaves without a number that come after them, the
+    embeddings among these), without what follows another leaf."""
     sizes: dict[str, int] = {}
-    last = 0
+    others: dict[str, torch.Tensor] = {}
     for leaf_class, of in zip(classes, follows, strict=True):
         if of is not None:
             continue
         layer, numbered = layer_of(leaf_class.path)
         if numbered:
             sizes[layer] = sizes.get(layer, 0) + leaf_class.lead.numel()
-        elif not FIRST.search(leaf_class.path):
-            last += leaf_class.lead.numel()
-    return sizes, last
+        else:
+            others[leaf_class.path] = leaf_class.lead
+    heads = tied_heads({path: lead.shape for path, lead in others.items()})
+    return sizes, sum(x.numel() for path, x in others.items() if path in heads or not FIRST.search(path)), heads
 
 
 def _check_params(stages: Sequence[Stage], zero: object, params: Sequence[str]) -> None:

@@ -2,15 +2,16 @@
 
 A layer is what a bucket is made for: a path up to its first number (`blocks/3`). Layers with a number are dealt to the
 chunks in order; which begin a chunk is chosen elsewhere (`fzero.compile.decide`). Encoders come before decoders. A leaf
-without a number lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. That decides
-who keeps its state, not where it is used: a chunk that uses a leaf of another is sent its value, and sends its gradient
-back.
+without a number lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. There too lies
+an embedding that is the head as well: a head's gradient is whole with each microbatch, an embedding's is a sum of the
+rows that the tokens name (`fzero.passes.pipeline.last_work`). All this decides who keeps a leaf's state, not where it
+is used: a chunk that uses a leaf of another is sent its value, and sends its gradient back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fzero import tree
@@ -25,18 +26,22 @@ UNCUT: Choice[tuple[str, ...]] = Choice((), "there is no pipeline", IDLE)
 @dataclass(frozen=True)
 class Cut:
     """The chunks of a model. role_of: of each chunk, the role that holds it. chunk_of: of each numbered layer. choice:
-    of each chunk but the first, the first layer in it, and why."""
+    of each chunk but the first, the first layer in it, and why. heads: paths of embeddings that are heads too."""
 
     role_of: tuple[int, ...]
     chunk_of: Mapping[str, int]
     choice: Choice[tuple[str, ...]] = UNCUT
+    heads: Collection[str] = ()
 
     def chunk(self, path: str) -> int:
         """The chunk that keeps a leaf, by its path below its entry of the state."""
         layer, _ = layer_of(path)
         if layer in self.chunk_of:
             return self.chunk_of[layer]
-        return 0 if FIRST.search(path) else len(self.role_of) - 1
+        return 0 if FIRST.search(path) and path not in self.heads else len(self.role_of) - 1
+
+
+CutLayers = Callable[[Mapping[str, int], int, Collection[str]], Cut]  # `cut_layers`, but for its last arguments
 
 
 def layer_of(path: str) -> tuple[str, bool]:
@@ -48,6 +53,23 @@ def layer_of(path: str) -> tuple[str, bool]:
     parts = tree.parts(path)
     number = next((n for n, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[: 1 if number is None else number + 1]), number is not None
+
+
+def tied_heads(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """The path of the embedding that is the head too, as far as shapes tell: the one of the most rows, where no other
+    leaf has a dim of so many.
+
+    shapes: of the leaves without a number, by path.
+
+    >>> tied_heads({"wte": (50257, 768), "wpe": (1024, 768), "norm": (768,)})
+    frozenset({'wte'})
+    >>> tied_heads({"wte": (50257, 768), "head": (768, 50257)})
+    frozenset()
+    """
+    rows = {path: shape[0] for path, shape in shapes.items() if FIRST.search(path) and len(shape) == 2}
+    found = max(rows, key=rows.__getitem__, default="")
+    others = (shape for path, shape in shapes.items() if path != found)
+    return frozenset({found} if found and all(rows[found] not in shape for shape in others) else ())
 
 
 def in_order(layers: Sequence[str]) -> list[str]:
@@ -67,12 +89,14 @@ def in_order(layers: Sequence[str]) -> list[str]:
 def cut_layers(
     layers: Mapping[str, int],
     last: int,
+    heads: Collection[str],
     role_of: Sequence[int],
     choose: Callable[[Mapping[str, int], int, int], Choice[tuple[str, ...]]],
 ) -> Cut:
     """The chunks of these layers.
 
-    layers: elements of each numbered layer. last: elements of the leaves after them, such as a head. choose: of the
+    layers: elements of each numbered layer. last: elements of the leaves after them, such as a head. heads: paths
+    of embeddings among these. choose: of the
     layers in order (as "blocks/6"), `last` and the number of chunks, the first layer of each chunk but the first.
 
     Raises SpecError where there are fewer layers than chunks, and for a choice that names no layer or is out of order.
@@ -92,7 +116,7 @@ def cut_layers(
     chosen = choose({name.replace(".", "/"): layers[name] for name in names}, last, chunks)
     starts = _starts(chosen.value, names, chunks)
     chunk_of = {name: sum(start <= i for start in starts) for i, name in enumerate(names)}
-    return Cut(tuple(role_of), chunk_of, chosen)
+    return Cut(tuple(role_of), chunk_of, chosen, heads)
 
 
 def _starts(cut: Sequence[str], names: Sequence[str], chunks: int) -> list[int]:

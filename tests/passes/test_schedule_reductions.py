@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
+from typing import Any
 
 import cases
 import pytest
 from short_programs import lines, shown, written
 
+import fzero
 from fzero.ir.program import Program
 from fzero.passes.schedule_reductions import schedule_reductions
 
@@ -215,3 +218,24 @@ def test_no_overlap_waits_where_it_starts() -> None:
         if op.is_collective:
             assert ops[i + 1].is_wait
             assert ops[i + 1].reads[0].name == op.writes[0].name
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3, "hsdp"])
+@pytest.mark.parametrize("reduce", ["each", "end"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
+@pytest.mark.sampled(6)
+def test_a_role_holds_the_gradients_of_one_microbatch(zero: Any, reduce: str, schedule: str) -> None:
+    """Of a pipeline: as many microbatches in flight need as much, however many there are in a step."""
+    mesh = {"pp": 2, "dp_out": 2, "dp": 2} if zero == "hsdp" else {"pp": 2, "dp": 2}
+    init, loss = cases.tied(64, 32, 4)
+
+    def peak(microbatches: int) -> int:
+        spec = fzero.Spec(
+            loss=loss, optimizer=fzero.optim.adamw(1e-2), mesh=mesh, zero=zero, reduce=reduce,
+            microbatches=microbatches, pipeline=schedule,
+        )  # fmt: skip
+        batch = cases.tokens(microbatches, 4, 64)
+        return fzero.lower(spec, init(fzero.random.key(0)), batch, world_size=math.prod(mesh.values())).memory.peak
+
+    layer = 4 * (32 * 32 + 32)
+    assert peak(16) - peak(8) < layer

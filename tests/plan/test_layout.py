@@ -215,12 +215,12 @@ def test_a_pipeline_is_cut_by_the_elements_of_parameters() -> None:
     """Not by those of what mirrors or follows them; an embedding comes before the layers, a head after them."""
     asked: list[Any] = []
 
-    def pipeline(layers: Any, last: int) -> Cut:
-        asked.append((dict(layers), last))
+    def pipeline(layers: Any, last: int, heads: Any) -> Cut:
+        asked.append((dict(layers), last, set(heads)))
         return Cut((1, 0), {name: int(name > "h.1") for name in layers})
 
     plan, buffer = of(ADAFACTOR, pipeline=pipeline)
-    assert asked == [({f"h.{i}": 48 for i in range(4)}, 512)]
+    assert asked == [({f"h.{i}": 48 for i in range(4)}, 512, set())]
     role = {path: plan.role_of(b) for path, b in buffer.items()}
     for moment in ("params", "opt/row"):
         assert [role[f"{moment}/h/{i}/w"] for i in range(4)] == [1, 1, 0, 0]
@@ -233,8 +233,19 @@ def test_a_layer_of_several_leaves_has_the_elements_of_all() -> None:
     state = {
         "params": {"h": [{"w": torch.ones(8, 6), "b": torch.ones(6)}, {"w": torch.ones(2, 2)}], "n": torch.ones(5)}
     }
-    of(state, pipeline=lambda layers, last: asked.append((dict(layers), last)) or Cut((0, 1), {"h.0": 0, "h.1": 1}))
-    assert asked == [({"h.0": 54, "h.1": 4}, 5)]
+
+    def pipeline(layers: Any, last: int, heads: Any) -> Cut:
+        asked.append((dict(layers), last, set(heads)))
+        return Cut((0, 1), {"h.0": 0, "h.1": 1}, heads=heads)
+
+    of(state, pipeline=pipeline)
+    assert asked == [({"h.0": 54, "h.1": 4}, 5, set())]
+    state["params"] |= {"wte": torch.ones(10, 6), "wpe": torch.ones(7, 6)}
+    plan, buffer = of(state, pipeline=pipeline)
+    assert asked[1] == ({"h.0": 54, "h.1": 4}, 65, {"wte"}), "the head too, so it is behind the layers"
+    assert {path: plan.role_of(b) for path, b in buffer.items() if "h/" not in path} == {
+        "params/n": 1, "params/wte": 1, "params/wpe": 0,
+    }  # fmt: skip
 
 
 def test_what_is_on_disk_has_pages_of_its_own() -> None:

@@ -17,7 +17,7 @@ def cut(*starts: str, layers: Mapping[str, int] = LAYERS, roles: tuple[int, ...]
         GIVEN.append((layers, last, chunks))
         return Choice(starts)
 
-    return cut_layers(layers, 7, roles, choose)
+    return cut_layers(layers, 7, (), roles, choose)
 
 
 def test_layers_are_in_the_order_of_their_numbers() -> None:

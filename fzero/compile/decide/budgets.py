@@ -1,8 +1,8 @@
 """budgets: the last passes under `Spec(device_bytes=, host_bytes=)`, with less brought ahead where these ask for it.
 
 A program that fits is taken as it is. Else no 16-bit copy of a parameter stays between steps (`compile.step` lowers the
-step again), then nothing is brought before it is needed, then tiles get smaller. What then does not fit is refused, with
-the op at the peak and the least that works.
+step again), then nothing is brought before it is needed, then tiles get smaller. What then does not fit is refused,
+with the op at the peak and the least that works.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 Work of a region goes by its chunk (`chunks`), a gradient's sum or an update by its bucket, a small value where its
 inputs are, or wherever it is read. An op on buckets of several roles is cut by its results. A leaf that another role
-uses is copied for it before the regions, and its gradient copied into its bucket after the region. Of a buffer that
-roles write in parts, such as the terms of a norm, each role sends its part to the others before the first read.
+uses is copied for it before the regions, and its gradient copied into its bucket once it is made; the last work on that
+gradient is done there where this sends less (`last_work`). Of a buffer that roles write in parts, such as the terms of
+a norm, each role sends its part to the others before the first read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +22,8 @@ from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Ref
 from fzero.passes.pipeline.chunks import pieces
-from fzero.passes.pipeline.split_backward import Halves, split_backward
+from fzero.passes.pipeline.last_work import last_work
+from fzero.passes.pipeline.split_backward import Halves, in_two, split_backward
 from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
@@ -54,6 +56,7 @@ class Assigned:
     segments: dict[str, fx.GraphModule] = field(default_factory=dict)
     lent: dict[str, RoleWork] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
     from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
+    makers: dict[str, int] = field(default_factory=dict)  # of values of regions, the role
     copies: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)  # by dtype and shapes
 
     @property
@@ -87,17 +90,50 @@ class Assigned:
                 continue
             index = regions.index(str(op.region)) + 1
             for part, kind in self._halves(op, piece.forward, known):
-                here, back = self._at_home(part, role)
-                group = (index, Action(kind, piece.chunk, op.microbatch))
-                drafts.append((here, group, frozenset({role})))
-                started |= {op.target: group} if op.transfers else {}
-                drafts += [(copy, (index, None), frozenset({home})) for copy, home in back]
+                action = Action(kind, piece.chunk, op.microbatch)
+                for run, home in self._last_work(part, role):
+                    here, back = self._at_home(run, home)
+                    group = (index, action if home == role else self._next(home, action))
+                    drafts.append((here, group, frozenset({home})))
+                    drafts += [(copy, (index, self._next(to, action)), frozenset({to})) for copy, to in back]
+                    self.makers.update(dict.fromkeys((ref.name for ref in here.writes), home))
+                started |= {op.target: (index, action)} if op.transfers else {}
             if piece.forward and op.computes:
                 drafts += self._made_anew(op, index, role, read_in)
         first = next(i for i, (_, group, _) in enumerate(drafts) if group[1] is not None)
         lent = [(work.op, work.group, work.roles) for work in self.lent.values()]
         self.works = _demanded(self.program, self.buffers, self.everywhere, [*drafts[:first], *lent, *drafts[first:]])
         self._exchange()
+
+    def _next(self, role: int, action: Action) -> Action | None:
+        """The first action of a role that begins when this one has ended; None where that is the end of the region."""
+        slots = self.schedule.slots
+        end = next(slot.stop for row in slots for slot in row if slot.action == action)
+        return next((slot.action for slot in slots[role] if slot.start >= end), None)
+
+    def _last_work(self, op: Op, role: int) -> Iterator[tuple[Op, int]]:
+        """A region's op as those that its role runs, and others for it, where they write gradients of their leaves."""
+        away = [home for ref in op.writes[op.num_outputs :] if (home := self._role(ref)) not in (None, role)]
+        if not op.computes or not away:
+            yield op, role
+            return
+        home = away[0]
+        dests = [i for i, ref in enumerate(op.writes[op.num_outputs :]) if self._role(ref) == home]
+
+        def sent(ref: Ref) -> bool:
+            return not (self._is_known(ref.name) or home in (self._role(ref), self.makers.get(ref.name)))
+
+        parts = last_work(self.program.segments.get(op.segment) or self.segments[op.segment], op, dests, sent)
+        if parts is None:
+            yield op, role
+            return
+        split = in_two(op, parts, f"{op.writes[op.num_outputs + dests[0]].name}.of{role}")
+        self.buffers |= split.buffers
+        self.segments |= split.segments
+        if split.first is not None:
+            yield from self._last_work(split.first, role)
+        if split.second is not None:
+            yield split.second, home
 
     def _made_anew(self, op: Op, index: int, role: int, read_in: Mapping[str, set[int]]) -> list[Draft]:
         """Runs of what other roles read of a forward op, where it follows from the batch alone (masks, positions,

@@ -10,6 +10,7 @@ results of one op stay in one half.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Halves:
     """A segment in two. early, late: positions of the op's reads that the first and the second half read. kept: values
-    of the first half that the second reads. outputs: positions of the first half's outputs that it reads."""
+    of the first half that the second reads. outputs: positions of the first half's outputs that it reads. dests:
+    positions of the destinations that the second writes."""
 
     first: fx.GraphModule
     second: fx.GraphModule
@@ -34,6 +36,7 @@ class Halves:
     late: tuple[int, ...]
     kept: tuple[fx.Node, ...]
     outputs: tuple[int, ...]
+    dests: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,11 @@ def split_backward(program: Program, op: Op, known: dict[str, Halves]) -> Split:
         return Split(None, op, {}, {})
     if op.segment not in known:
         known[op.segment] = halves(gm, len(op.reads))
-    parts = known[op.segment]
-    stem = op.writes[0].name
+    return in_two(op, known[op.segment], op.writes[0].name)
+
+
+def in_two(op: Op, parts: Halves, stem: str) -> Split:
+    """A run in these halves. stem: of the names of the buffers between them."""
     buffers = {}
     for number, node in enumerate(parts.kept):
         value = node.meta["val"]
@@ -64,25 +70,48 @@ def split_backward(program: Program, op: Op, known: dict[str, Halves]) -> Split:
         buffers[name] = Buffer(name, value.dtype, tuple(value.shape), "activation")
     names = [Ref(name) for name in buffers]
     outs, dests = op.writes[: op.num_outputs], op.writes[op.num_outputs :]
-    first = rewrite.run_op(op, parts.first, [op.reads[i] for i in parts.early], [*outs, *names])
-    reads = [*(op.reads[i] for i in parts.late), *names, *(outs[i] for i in parts.outputs)]
-    second = rewrite.run_op(op, parts.second, reads, dests)
+    stay = [ref for i, ref in enumerate(dests) if i not in parts.dests]
+    second = rewrite.run_op(
+        op,
+        parts.second,
+        [*(op.reads[i] for i in parts.late), *names, *(outs[i] for i in parts.outputs)],
+        [dests[i] for i in parts.dests],
+    )
+    if not (outs or names or stay):
+        return Split(None, second, {second.segment: parts.second}, buffers)
+    first = rewrite.run_op(op, parts.first, [op.reads[i] for i in parts.early], [*outs, *names, *stay])
     return Split(first, second, {first.segment: parts.first, second.segment: parts.second}, buffers)
 
 
 def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     """A segment that has outputs and destinations, in two. `num_reads` of its placeholders are inputs."""
-    holders = fx_nodes.placeholders(gm.graph)
-    inputs = holders[:num_reads]
-    outs = fx_nodes.outputs(gm.graph)
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    copies = [n for n in gm.graph.nodes if n.target is aten.copy_.default and n.args[0] in holders[num_reads:]]
-    body = [n for n in gm.graph.nodes if n.op == "call_function" and n not in copies]
-    early = {node for node in fx_nodes.ancestors(*outs) if fx_nodes.is_compute(node)}
+    body = work(gm, num_reads)
+    early = {node for node in fx_nodes.ancestors(*fx_nodes.outputs(gm.graph)) if fx_nodes.is_compute(node)}
     for node in body:  # results of one op are picked where it runs
         if node not in early and node.target is operator.getitem and node.args[0] in early:
             early.add(node)
-    late = {node for node in body if node not in early}
+    return parted(gm, num_reads, {n for n in body if n not in early}, range(len(destinations(gm, num_reads))))
+
+
+def destinations(gm: fx.GraphModule, num_reads: int) -> list[fx.Node]:
+    """Of each destination of a segment the copy into it."""
+    into = {n.args[0]: n for n in gm.graph.nodes if n.target is aten.copy_.default}
+    return [into[holder] for holder in fx_nodes.placeholders(gm.graph)[num_reads:]]
+
+
+def work(gm: fx.GraphModule, num_reads: int) -> list[fx.Node]:
+    """What a segment computes, in order."""
+    copies = {*destinations(gm, num_reads)}
+    return [n for n in gm.graph.nodes if n.op == "call_function" and n not in copies]
+
+
+def parted(gm: fx.GraphModule, num_reads: int, late: Collection[fx.Node], dests: Collection[int]) -> Halves:
+    """A segment in two: these nodes, and the copies into these destinations, are the second half."""
+    inputs, outs = fx_nodes.placeholders(gm.graph)[:num_reads], fx_nodes.outputs(gm.graph)
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    body, every = work(gm, num_reads), destinations(gm, num_reads)
+    early = {n for n in body if n not in late}
+    copies, stay = [every[i] for i in dests], [copy for i, copy in enumerate(every) if i not in dests]
     views = {node for node in early if fx_nodes.is_view(node)}
     results = [fx_nodes.operand(copy, 1) for copy in copies]
     crossing: dict[fx.Node, None] = {}
@@ -101,10 +130,17 @@ def halves(gm: fx.GraphModule, num_reads: int) -> Halves:
     kept = [n for n in needed if n in early and n not in outs]
     read = [n for n in needed if n.op == "placeholder"]
     shared = [n for n in needed if n in outs]
-    given = [n for n in inputs if any(user in early for user in n.users) or n in outs]
-    first = segments.extract([n for n in body if n in early], given, [*outs, *kept])
-    nodes = sorted(late | again, key=order.__getitem__)
+    given = [n for n in inputs if any(user in early or user in stay for user in n.users) or n in outs]
+    first = segments.extract(
+        [n for n in body if n in early],
+        given,
+        [*(fx_nodes.operand(copy, 1) for copy in stay), *outs, *kept],
+        [fx_nodes.operand(copy) for copy in stay],
+    )
+    nodes = sorted({*late, *again}, key=order.__getitem__)
     second = segments.extract(nodes, [*read, *kept, *shared], results, [fx_nodes.operand(copy) for copy in copies])
     positions = {node: i for i, node in enumerate(inputs)}
     first_reads, later_reads = (tuple(positions[n] for n in nodes) for nodes in (given, read))
-    return Halves(first, second, first_reads, later_reads, tuple(kept), tuple(outs.index(n) for n in shared))
+    return Halves(
+        first, second, first_reads, later_reads, tuple(kept), tuple(outs.index(n) for n in shared), tuple(dests)
+    )

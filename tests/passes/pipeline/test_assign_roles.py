@@ -91,7 +91,7 @@ def test_a_leaf_of_another_role_is_copied_for_it_and_its_gradient_copied_back() 
         0 F0.0: run x w0[0:64:8x8] -> h0  chunk=0
         1 F1.0: run h0 w1[0:64:8x8] w0.lent0 -> y0 l0  chunk=1
         1 B1.0: run y0 h0 w1[0:64:8x8] -> d0 g1[0:64:8x8] g0.back0  chunk=1
-        0 after: run g0.back0 -> g0[0:64:8x8]  chunk=1
+        0 B0.0: run g0.back0 -> g0[0:64:8x8]  chunk=1
         0 B0.0: run d0 x -> g0[0:64:8x8]  chunk=0
         0 after: update w0[0:64:mine] g0[0:64:mine] -> w0[0:64:mine]
         1 after: update w1[0:64:mine] g1[0:64:mine] -> w1[0:64:mine]
@@ -347,7 +347,7 @@ def test_the_first_chunk_of_a_role_that_reads_it_makes_it() -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_is_lent_says_whose_leaf_it_is_and_moves_say_whom_they_serve(zero: int) -> None:
-    """A tied embedding, held on the host: it is brought for the copy that goes to the last role, or for its gather."""
+    """A tied embedding, held on the host: it is brought for the copy that goes to the first role, or for its gather."""
     init, loss = cases.tied(64, 16, 2)
     spec = fzero.Spec(
         loss=loss, optimizer=fzero.optim.sgd(0.1), microbatches=2, zero=zero, offload={"params/**": "cpu"},
@@ -359,8 +359,9 @@ def test_what_is_lent_says_whose_leaf_it_is_and_moves_say_whom_they_serve(zero: 
     assert list(lent[0].values()) == [column], "of the embedding alone, by both roles"
     assert lent[0] == lent[1]
     assert all(fzero.parse(str(program)) == program for program in programs.values())
-    copied = next(op for op in programs[0].ops if op.writes and op.writes[0].name in lent[0])
-    assert copied.why.startswith("for role 1: ")
-    gather = next((op for op in programs[0].ops if op.gathers and op.target == copied.reads[0].name), copied)
-    brought = next(op for op in programs[0].ops if op.moves and op.target == gather.reads[0].name)
+    ops = programs[1].ops
+    copied = next(op for op in ops if op.writes and op.writes[0].name in lent[1])
+    assert copied.why.startswith("for role 0: ")
+    gather = next((op for op in ops if op.gathers and op.target == copied.reads[0].name), copied)
+    brought = next(op for op in ops if op.moves and op.target == gather.reads[0].name)
     assert brought.why == gather.why, "not once more `for`"
