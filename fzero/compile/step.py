@@ -223,11 +223,12 @@ class _RoleProgram:
 def _roles(
     make: Callable[[], Program], plan: Plan, asked: _Asked, options: Options, schedule: Schedule | None
 ) -> dict[int, _RoleProgram]:
-    """The programs. Under a budget the copies of parameters that stay between steps go before all else does.
+    """The programs. Under a budget of the device the copies of parameters that stay between steps go before all else.
 
     make: makes the program before all passes.
     """
-    *others, last = asked.deciders.copies()
+    budget, tried = asked.wanted.device_bytes, asked.deciders.copies()
+    *others, last = tried if budget is not None else tried[:1]
     for stay in others:
         options = _with(options, stay)
         whole, first = _before_roles(make(), plan, options, schedule)
@@ -237,9 +238,11 @@ def _roles(
             return _each_role(whole, first, asked, options, schedule, as_wanted=True)
         except SpecError:
             collect()
+            last = replace(last, reason=f"Spec(device_bytes={budget}): with them what was wanted does not fit")
     options = _with(options, last)
     whole, first = _before_roles(make(), plan, options, schedule)
-    return _each_role(whole, first, asked, options, schedule)
+    none = last.value and not whole.copies
+    return _each_role(whole, first, asked, _with(options, NO_COPIES if none else last), schedule)
 
 
 def _with(options: Options, copies: Choice[bool]) -> Options:
@@ -270,8 +273,8 @@ def _each_role(
 ) -> dict[int, _RoleProgram]:
     """The further passes; with a pipeline, over the program of each role.
 
-    program, first: after the first passes, and their records. as_wanted: where what was wanted does not fit its
-    budgets, less is not tried.
+    program, first: after the first passes, and their records. as_wanted: where what was wanted does not fit the device,
+    less is not tried.
     """
     parts = {0: program} if schedule is None else dict(by_role(program, schedule))
     roles = {}
@@ -285,9 +288,13 @@ def _each_role(
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, options, UNTIL_PREFETCH)
         decided = _of_role(half, asked, options)
-        attempts = iter([decided]) if as_wanted else asked.deciders.tighter(half, decided)
-        budgets = asked.wanted.device_bytes, asked.wanted.host_bytes
-        done, taken, third = fitted(half, replace(options, decided=decided), *budgets, attempts)
+        read, attempts = replace(options, decided=decided), asked.deciders.tighter(half, decided)
+        device, host = asked.wanted.device_bytes, asked.wanted.host_bytes
+        if as_wanted and host is not None:
+            fitted(half, read, device, None, iter([decided]))
+        elif as_wanted:
+            attempts = iter([decided])
+        done, taken, third = fitted(half, read, device, host, attempts)
         roles[number] = _RoleProgram(done, decided, taken, (*first, *second, *third))
     return roles
 

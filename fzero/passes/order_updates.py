@@ -17,6 +17,7 @@ from dataclasses import replace
 from fzero.ir import rewrite
 from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program
+from fzero.ir.records import Ref
 from fzero.passes.common.touched import Touched
 
 
@@ -24,19 +25,24 @@ def order_updates(program: Program) -> Program:
     """The program with the ops behind its last loss in an order in which little is whole at once."""
     first = 1 + max((i for i, op in enumerate(program.ops) if op.in_region), default=-1)
     head, tail = program.ops[:first], program.ops[first:]
-    needs = _needs(tail)
+    needs = _needs(tail, {op.target: op.reads[0].name for op in program.ops if op.gathers})
     kept = {i: program.buffers[op.target].bucket for i, op in enumerate(tail) if op.is_update}
     ends = [*_arrivals(tail), *_ends(needs, kept)]
     order = _depth_first(ends, needs, {i for i, bucket in kept.items() if bucket})
     return rewrite.finish(program, "order_updates", ops=[*head, *(tail[i] for i in order)])
 
 
-def _needs(ops: Sequence[Op]) -> list[list[int]]:
-    """Of each op, those it must come behind. A new leaf counts as written where its old value lies: so it may be."""
+def _needs(ops: Sequence[Op], gathered: Mapping[str, str]) -> list[list[int]]:
+    """Of each op, those it must come behind. A new leaf counts as written where its old value lies: so it may be. What
+    was gathered counts as read where it comes from: it may be gathered again.
+
+    gathered: by buffer, where it comes from.
+    """
     kept_in = {op.reads[0].name: op.writes[0].name for op in ops if op.is_update}
     touched, needs = Touched(), []
     for place, op in enumerate(ops):
         reads, writes = touched.by(op)
+        reads += tuple(Ref(gathered[ref.name]) for ref in reads if ref.name in gathered)
         writes += tuple(replace(ref, name=kept_in[ref.name]) for ref in writes if ref.name in kept_in)
         needs.append(sorted(set(touched.before(reads, writes))))
         touched.note(reads, writes, place)

@@ -116,6 +116,19 @@ def test_a_budget_that_copies_fit_keeps_them() -> None:
     assert fits.program_digest == wanted.program_digest
 
 
+def test_a_budget_of_the_host_leaves_the_copies_on_the_device() -> None:
+    away = {f"{kind}/layers/{i}/**": "cpu" for kind in ("opt_state/mu", "opt_state/nu", "params") for i in range(4)}
+    params, given = cases.layers(64, 8), {"optimizer": ADAMW, "precision": "bf16", "zero": 3, "offload": away}
+    wanted = cases.lowered(2, params, **given)
+    host, device = (wanted.memory.spaces[space] for space in ("host", "device"))
+    for budgets in ({"host_bytes": host - 1}, {"host_bytes": host - 1, "device_bytes": device}):
+        fits = cases.lowered(2, params, **given, **budgets)
+        decided = fits.decisions.roles[0]
+        assert fits.memory.spaces["host"] < host
+        assert fits.program.copies == wanted.program.copies
+        assert (decided.copies.how, decided.fetch_ahead.how) == ("chosen", "budget")
+
+
 def test_what_fits_without_copies_and_prefetch() -> None:
     """The least that a refusal names is that of the program without either."""
     with pytest.raises(fzero.SpecError, match=r"The least that works is device_bytes=") as refused:

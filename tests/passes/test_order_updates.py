@@ -7,9 +7,14 @@ from typing import Any
 
 import cases
 import pytest
+import torch
+from helpers import run_reference
+from naive_steps import stepped
 from short_programs import lines, shown, written
+from torch import Tensor
 
-from fzero import optim
+import fzero
+from fzero import optim, tree
 from fzero.compile.lowered import Lowered
 from fzero.ir.program import Program
 from fzero.passes.order_updates import order_updates
@@ -137,3 +142,53 @@ def test_what_reads_a_leaf_before_it_is_written_does_so_still() -> None:
         update q.new -> q
     """
     assert shown(order_updates(written(text)).ops) == lines(wanted)
+
+
+def own_scalar(of: str) -> Any:
+    """Momentum, and a number made of what a leaf or its moment was."""
+
+    def init(p: Any) -> Any:
+        return {"m": tree.map(torch.zeros_like, p), "most": tree.map(lambda a: a.new_zeros(()), p)}
+
+    def update(g: Any, s: Any, p: Any) -> Any:
+        m = tree.map(lambda m, g: 0.9 * m + 0.1 * g, s["m"], g)
+        old = p if of == "p" else s["m"]
+        most = tree.map(lambda r, a, g: torch.maximum(r, (a @ g.T).diagonal().amax()), s["most"], old, g)
+        return tree.map(lambda m: -0.1 * m, m), {"m": m, "most": most}
+
+    return fzero.optim.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("of", ["m", "p"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sampled(4)
+def test_what_reads_an_old_value_whole_comes_before_the_new_one(zero: int, of: str) -> None:
+    """What is gathered may be gathered again, from where it lies: so it counts as read there."""
+    params = {"layers": [torch.randn(8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]}
+    spec = fzero.Spec(loss=deep, optimizer=own_scalar(of), zero=zero)
+    found = stepped(spec, params, rows, world=2, steps=2)
+    exact, _ = run_reference(spec, params, rows, world=2, steps=2)
+    assert all(torch.equal(value, exact[path]) for path, value in found.leaves.items())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sampled(2)
+def test_layers_that_exchange_their_values(zero: int) -> None:
+    def step(s: Any, x: Tensor) -> Any:
+        value, grads = fzero.value_and_grad(deep)(s, x)
+        (a, b), (da, db) = s["layers"], grads["layers"]
+        return {"layers": [b - 0.1 * db, a - 0.1 * da * da.norm()]}, {"loss": value}
+
+    params = {"layers": [torch.empty(8, 8, device="meta") for _ in range(2)]}
+    lowered = fzero.lower(fzero.Spec(step=step, zero=zero, params="**"), params, torch.empty(4, 8), world_size=2)
+    assert lowered.program.ops
+
+
+def deep(p: Any, x: Tensor) -> Tensor:
+    for w in p["layers"]:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def rows(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(9 * step + rank))

@@ -1,8 +1,8 @@
 """budgets: the last passes under `Spec(device_bytes=, host_bytes=)`, with less brought ahead where these ask for it.
 
 A program that fits is taken as it is. Else no 16-bit copy of a parameter stays between steps (`compile.step` lowers the
-step again), then nothing is brought before it is needed, then tiles get smaller. What then does not fit is refused,
-with the op at the peak and the least that works.
+step again), then less is fetched ahead, then nothing is brought before it is needed, then tiles get smaller. What then
+does not fit is refused, with the op at the peak and the least that works.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def fitted(
 
 
 def copies() -> tuple[Choice[bool], ...]:
-    """Whether 16-bit copies of parameters stay between steps: what is tried under a budget, in order."""
-    less = "with them what was wanted does not fit: Spec(device_bytes=)"
-    return Choice(True, "updates write them: no cast before a use"), Choice(False, less, BUDGET, None, RunnerUp(True))
+    """Whether 16-bit copies of parameters stay between steps: what is tried under a budget of the device, in order."""
+    given_up = Choice(False, "what was wanted does not fit with them", BUDGET, runner_up=RunnerUp(True))
+    return Choice(True, "updates write them: no cast before a use"), given_up
 
 
 def tighter(program: Program, decided: RoleDecisions) -> Iterator[RoleDecisions]:
