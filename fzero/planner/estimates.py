@@ -201,10 +201,11 @@ class _Estimate:
     def _gradients(self) -> float:
         """The bytes of gradients, of all parts: those of a few layers are whole, others wait whole or as shares."""
         of = self.sketch
-        if self.one.microbatches > 1 and not (self.each and self.stage >= 2):
+        at_once = self.stage >= 2 or (self.stage == 1 and self.one.ranks.roles > 1)
+        if self.one.microbatches > 1 and not (self.each and at_once):
             return of.params  # the sum of the microbatches
         waiting = 0.0 if of.held[self.one.offload].gradients or not of.waits else 1.0
-        return of.params * max(self.few, waiting / (self.shares if self.stage >= 2 else 1))
+        return of.params * max(self.few, waiting / (self.shares if at_once else 1))
 
     @property
     def _transfers(self) -> tuple[float, float]:
