@@ -27,6 +27,7 @@ from fzero.passes.pipeline.split_backward import Halves, in_two, split_backward
 from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
+LATE = 2.0  # times of an action
 
 Group = tuple[int, Action | None]  # (how many regions began before, the action; None: outside of regions)
 Draft = tuple[Op, Group, frozenset[int] | None]  # None: the roles follow from who reads its results
@@ -95,7 +96,7 @@ class Assigned:
                     here, back = self._at_home(run, home)
                     group = (index, action if home == role else self._next(home, action))
                     drafts.append((here, group, frozenset({home})))
-                    drafts += [(copy, (index, self._next(to, action)), frozenset({to})) for copy, to in back]
+                    drafts += [(copy, (index, None), frozenset({to})) for copy, to in back]
                     self.makers.update(dict.fromkeys((ref.name for ref in here.writes), home))
                 started |= {op.target: (index, action)} if op.transfers else {}
             if piece.forward and op.computes:
@@ -106,10 +107,11 @@ class Assigned:
         self._exchange()
 
     def _next(self, role: int, action: Action) -> Action | None:
-        """The first action of a role that begins when this one has ended; None where that is the end of the region."""
+        """The first action of a role that begins well after this one has ended, so that it waits for no message: a
+        role's time is not the schedule's. None where that is the end of the region."""
         slots = self.schedule.slots
         end = next(slot.stop for row in slots for slot in row if slot.action == action)
-        return next((slot.action for slot in slots[role] if slot.start >= end), None)
+        return next((slot.action for slot in slots[role] if slot.start >= end + LATE), None)
 
     def _last_work(self, op: Op, role: int) -> Iterator[tuple[Op, int]]:
         """A region's op as those that its role runs, and others for it, where they write gradients of their leaves."""

@@ -91,7 +91,7 @@ def test_a_leaf_of_another_role_is_copied_for_it_and_its_gradient_copied_back() 
         0 F0.0: run x w0[0:64:8x8] -> h0  chunk=0
         1 F1.0: run h0 w1[0:64:8x8] w0.lent0 -> y0 l0  chunk=1
         1 B1.0: run y0 h0 w1[0:64:8x8] -> d0 g1[0:64:8x8] g0.back0  chunk=1
-        0 B0.0: run g0.back0 -> g0[0:64:8x8]  chunk=1
+        0 after: run g0.back0 -> g0[0:64:8x8]  chunk=1
         0 B0.0: run d0 x -> g0[0:64:8x8]  chunk=0
         0 after: update w0[0:64:mine] g0[0:64:mine] -> w0[0:64:mine]
         1 after: update w1[0:64:mine] g1[0:64:mine] -> w1[0:64:mine]
