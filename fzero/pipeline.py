@@ -167,6 +167,14 @@ class Schedule:
         """The timeline where all actions take as long, which nobody changes."""
         return self.timeline()
 
+    def after(self, action: Action, role: int, late: float) -> Action | None:
+        """The first action of a role that begins so much time after another action has ended; None if none does.
+
+        The roles' own time is not quite that of `slots`: with some time between, nobody waits for a message.
+        """
+        end = late + next(slot.stop for row in self.slots for slot in row if slot.action == action)
+        return next((slot.action for slot in self.slots[role] if slot.start >= end), None)
+
     def idle_share(self, seconds: Mapping[str, float] = EQUAL, send: float = 0.0) -> float:
         """The share of the roles' time, from the start of the step to its end, in which they do nothing."""
         slots = self.timeline(seconds, send)

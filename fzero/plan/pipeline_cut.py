@@ -19,6 +19,7 @@ from fzero.errors import SpecError
 from fzero.ir.decisions import IDLE, Choice
 
 FIRST = re.compile(r"emb|wte|wpe|tok|(?<![a-z])pos|patch|stem|shared|conv_?in|conv1|bn1|relative", re.IGNORECASE)
+WORDS = re.compile(r"^(?!.*(wpe|pos|type|relative|patch)).*(emb|wte|tok|shared)", re.IGNORECASE)
 DECODER = re.compile(r"dec", re.IGNORECASE)
 UNCUT: Choice[tuple[str, ...]] = Choice((), "there is no pipeline", IDLE)
 
@@ -56,17 +57,17 @@ def layer_of(path: str) -> tuple[str, bool]:
 
 
 def tied_heads(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
-    """The path of the embedding that is the head too, as far as shapes tell: the one of the most rows, where no other
-    leaf has a dim of so many.
+    """The path of the embedding that is the head too, as far as names and shapes tell: of those of words the one of the
+    most rows, where no other leaf has a dim of so many.
 
     shapes: of the leaves without a number, by path.
 
-    >>> tied_heads({"wte": (50257, 768), "wpe": (1024, 768), "norm": (768,)})
+    >>> tied_heads({"wte": (50257, 768), "wpe": (99999, 768), "norm": (768,)})
     frozenset({'wte'})
     >>> tied_heads({"wte": (50257, 768), "head": (768, 50257)})
     frozenset()
     """
-    rows = {path: shape[0] for path, shape in shapes.items() if FIRST.search(path) and len(shape) == 2}
+    rows = {path: shape[0] for path, shape in shapes.items() if WORDS.search(path) and len(shape) == 2}
     found = max(rows, key=rows.__getitem__, default="")
     others = (shape for path, shape in shapes.items() if path != found)
     return frozenset({found} if found and all(rows[found] not in shape for shape in others) else ())

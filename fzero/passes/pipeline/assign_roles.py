@@ -22,8 +22,8 @@ from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Ref
 from fzero.passes.pipeline.chunks import pieces
-from fzero.passes.pipeline.last_work import last_work
-from fzero.passes.pipeline.split_backward import Halves, in_two, split_backward
+from fzero.passes.pipeline.last_work import by_home
+from fzero.passes.pipeline.split_backward import Halves, split_backward
 from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ class Assigned:
                 action = Action(kind, piece.chunk, op.microbatch)
                 for run, home in self._last_work(part, role):
                     here, back = self._at_home(run, home)
-                    group = (index, action if home == role else self._next(home, action))
+                    group = (index, action if home == role else self.schedule.after(action, home, LATE))
                     drafts.append((here, group, frozenset({home})))
                     drafts += [(copy, (index, None), frozenset({to})) for copy, to in back]
                     self.makers.update(dict.fromkeys((ref.name for ref in here.writes), home))
@@ -106,36 +106,18 @@ class Assigned:
         self.works = _demanded(self.program, self.buffers, self.everywhere, [*drafts[:first], *lent, *drafts[first:]])
         self._exchange()
 
-    def _next(self, role: int, action: Action) -> Action | None:
-        """The first action of a role that begins well after this one has ended, so that it waits for no message: a
-        role's time is not the schedule's. None where that is the end of the region."""
-        slots = self.schedule.slots
-        end = next(slot.stop for row in slots for slot in row if slot.action == action)
-        return next((slot.action for slot in slots[role] if slot.start >= end + LATE), None)
-
     def _last_work(self, op: Op, role: int) -> Iterator[tuple[Op, int]]:
         """A region's op as those that its role runs, and others for it, where they write gradients of their leaves."""
-        away = [home for ref in op.writes[op.num_outputs :] if (home := self._role(ref)) not in (None, role)]
-        if not op.computes or not away:
-            yield op, role
-            return
-        home = away[0]
-        dests = [i for i, ref in enumerate(op.writes[op.num_outputs :]) if self._role(ref) == home]
 
-        def sent(ref: Ref) -> bool:
+        def sent(ref: Ref, home: int) -> bool:
             return not (self._is_known(ref.name) or home in (self._role(ref), self.makers.get(ref.name)))
 
-        parts = last_work(self.program.segments.get(op.segment) or self.segments[op.segment], op, dests, sent)
-        if parts is None:
-            yield op, role
-            return
-        split = in_two(op, parts, f"{op.writes[op.num_outputs + dests[0]].name}.of{role}")
-        self.buffers |= split.buffers
-        self.segments |= split.segments
-        if split.first is not None:
-            yield from self._last_work(split.first, role)
-        if split.second is not None:
-            yield split.second, home
+        for split, part, home in by_home(
+            op, role, lambda key: self.segments.get(key) or self.program.segments[key], self._role, sent
+        ):
+            self.buffers |= split.buffers
+            self.segments |= split.segments
+            yield part, home
 
     def _made_anew(self, op: Op, index: int, role: int, read_in: Mapping[str, set[int]]) -> list[Draft]:
         """Runs of what other roles read of a forward op, where it follows from the batch alone (masks, positions,
@@ -172,12 +154,9 @@ class Assigned:
         return name in self.from_batch or (buffer.kind in PERSISTENT and buffer.bucket is None)
 
     def _halves(self, op: Op, forward: bool, known: dict[str, Halves]) -> list[tuple[Op, str]]:
-        if forward:
-            return [(op, FORWARD)]
-        if not self.schedule.splits:
-            return [(op, BACKWARD)]
-        if not op.computes:
-            return [(op, INPUT)]  # what it moves leaves its segment
+        kind = FORWARD if forward else INPUT if self.schedule.splits else BACKWARD
+        if kind != INPUT or not op.computes:
+            return [(op, kind)]  # what an op moves leaves its segment
         split = split_backward(self.program, op, known)
         self.buffers |= split.buffers
         self.segments |= split.segments
@@ -235,10 +214,8 @@ class Assigned:
     def _outer(self, op: Op) -> list[tuple[Op, frozenset[int] | None]]:
         """An op outside of regions, with its roles where its buckets say them."""
         roles = {role for ref in (*op.reads, *op.writes) if (role := self._role(ref)) is not None}
-        if not roles:
-            return [(op, None)]
-        if len(roles) == 1:
-            return [(op, frozenset(roles))]
+        if len(roles) < 2:
+            return [(op, frozenset(roles) or None)]
         return [(part, frozenset({role})) for part, role in self._by_results(op)]
 
     def _by_results(self, op: Op) -> list[tuple[Op, int]]:

@@ -11,7 +11,7 @@ that is sent, and the sum is taken there: the same ops on the same values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -20,7 +20,35 @@ from fzero.ir import fx_nodes
 from fzero.ir.op import Op
 from fzero.ir.op_info import of
 from fzero.ir.records import Ref
-from fzero.passes.pipeline.split_backward import Halves, destinations, parted, work
+from fzero.passes.pipeline.split_backward import Halves, Split, destinations, in_two, parted, work
+
+
+def by_home(
+    op: Op,
+    role: int,
+    segment: Callable[[str], fx.GraphModule],
+    keeps: Callable[[Ref], int | None],
+    sent: Callable[[Ref, int], bool],
+) -> Iterator[tuple[Split, Op, int]]:
+    """The runs that a role's run of a region becomes, each with the split that it is of, and with its role.
+
+    segment: by its key. keeps: the role that keeps the leaves of a reference; None without one. sent: whether what a
+    run reads is not at a role.
+    """
+    dests = op.writes[op.num_outputs :]
+    home = next((home for ref in dests if (home := keeps(ref)) not in (None, role)), None)
+    parts = None
+    if home is not None and op.computes:
+        own = [i for i, ref in enumerate(dests) if keeps(ref) == home]
+        parts = last_work(segment(op.segment), op, own, lambda ref: sent(ref, home))
+    if home is None or parts is None:
+        yield Split(op, None, {}, {}), op, role
+        return
+    split = in_two(op, parts, f"{dests[own[0]].name}.of{role}")
+    if split.first is not None:
+        yield split, split.first, role
+    if split.second is not None:
+        yield split, split.second, home
 
 
 def last_work(gm: fx.GraphModule, op: Op, dests: Sequence[int], sent: Callable[[Ref], bool]) -> Halves | None:
