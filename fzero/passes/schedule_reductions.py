@@ -27,10 +27,10 @@ from fzero.ir.program import Program
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     """The program with each gradient bucket reduced as its `reduce_when` says; with `overlap`, beside compute."""
     ops = _sums_early(list(program.ops))
-    at_once = _at_once(program)
+    arrived = {op.target for op in ops if op.transfers}
+    at_once = _at_once(program, arrived)
     pairs: dict[str, tuple[Op, Op]] = {}
     rest: list[Op] = []
-    arrived = {op.target for op in ops if op.transfers}
     waits = {op.reads[0].name: op for op in ops if op.is_wait}
     for op in ops:
         if _reduced_bucket(program, op) in at_once and op.reads[0].name not in arrived:
@@ -43,9 +43,11 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     return rewrite.finish(program, "schedule_reductions", ops=_sums_early(rest))
 
 
-def _at_once(program: Program) -> set[str]:
-    """The buckets whose gradients are reduced as soon as they are complete."""
-    often = Counter(_reduced_bucket(program, op) for op in program.ops)
+def _at_once(program: Program, arrived: set[str]) -> set[str]:
+    """The buckets whose gradients are reduced as soon as they are complete. arrived: what reductions bring, of which
+    the sum over a further axis is no reduction of another microbatch."""
+    first = (op for op in program.ops if not arrived & {ref.name for ref in op.reads})
+    often = Counter(_reduced_bucket(program, op) for op in first)
     return {
         name
         for name, bucket in program.buckets.items()

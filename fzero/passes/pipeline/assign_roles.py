@@ -2,9 +2,9 @@
 
 Work of a region goes by its chunk (`chunks`), a gradient's sum or an update by its bucket, a small value where its
 inputs are, or wherever it is read. An op on buckets of several roles is cut by its results. A leaf that another role
-uses is copied for it before the regions, and its gradient copied into its bucket once it is made; the last work on that
-gradient is done there where this sends less (`last_work`). Of a buffer that roles write in parts, such as the terms of
-a norm, each role sends its part to the others before the first read.
+uses is copied for it before the regions, and its gradient copied into its bucket after the region; or the last work on
+that gradient is done there, where this sends less (`last_work`). Of a buffer that roles write in parts, such as the
+terms of a norm, each role sends its part to the others before the first read.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Assigned:
     lent: dict[str, RoleWork] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
     from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
     makers: dict[str, int] = field(default_factory=dict)  # of values of regions, the role
+    parts: dict[tuple[object, ...], Halves | None] = field(default_factory=dict)  # of runs whose last work may move
     copies: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)  # by dtype and shapes
 
     @property
@@ -112,9 +113,8 @@ class Assigned:
         def sent(ref: Ref, home: int) -> bool:
             return not (self._is_known(ref.name) or home in (self._role(ref), self.makers.get(ref.name)))
 
-        for split, part, home in by_home(
-            op, role, lambda key: self.segments.get(key) or self.program.segments[key], self._role, sent
-        ):
+        gm = (self.segments.get(op.segment) or self.program.segments[op.segment]) if op.computes else None
+        for split, part, home in by_home(op, role, gm, self._role, sent, self.parts):
             self.buffers |= split.buffers
             self.segments |= split.segments
             yield part, home

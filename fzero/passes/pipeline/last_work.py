@@ -26,21 +26,26 @@ from fzero.passes.pipeline.split_backward import Halves, Split, destinations, in
 def by_home(
     op: Op,
     role: int,
-    segment: Callable[[str], fx.GraphModule],
+    gm: fx.GraphModule | None,
     keeps: Callable[[Ref], int | None],
     sent: Callable[[Ref, int], bool],
+    known: dict[tuple[object, ...], Halves | None],
 ) -> Iterator[tuple[Split, Op, int]]:
     """The runs that a role's run of a region becomes, each with the split that it is of, and with its role.
 
-    segment: by its key. keeps: the role that keeps the leaves of a reference; None without one. sent: whether what a
-    run reads is not at a role.
+    gm: its segment; None of an op that computes nothing. keeps: the role that keeps the leaves of a reference; None
+    without one. sent: whether what a run reads is not at a role. known: the halves of runs like it, as of another
+    microbatch.
     """
     dests = op.writes[op.num_outputs :]
     home = next((home for ref in dests if (home := keeps(ref)) not in (None, role)), None)
     parts = None
-    if home is not None and op.computes:
+    if home is not None and gm is not None:
         own = [i for i, ref in enumerate(dests) if keeps(ref) == home]
-        parts = last_work(segment(op.segment), op, own, lambda ref: sent(ref, home))
+        away = [sent(ref, home) for ref in op.reads]
+        if (like := (op.segment, *own, *away)) not in known:
+            known[like] = last_work(gm, op, own, away)
+        parts = known[like]
     if home is None or parts is None:
         yield Split(op, None, {}, {}), op, role
         return
@@ -51,15 +56,15 @@ def by_home(
         yield split, split.second, home
 
 
-def last_work(gm: fx.GraphModule, op: Op, dests: Sequence[int], sent: Callable[[Ref], bool]) -> Halves | None:
+def last_work(gm: fx.GraphModule, op: Op, dests: Sequence[int], sent: Sequence[bool]) -> Halves | None:
     """The halves of a run: the second writes these destinations, on the role that keeps them. None where fewer bytes go
     there if all of it is done first. No product moves.
 
-    gm: the run's segment. sent: whether what the run reads is not there.
+    gm: the run's segment. sent: of each value that the run reads, whether it is not there.
     """
     copies = destinations(gm, len(op.reads))
     ends = [copies[i] for i in dests]
-    refs = dict(zip(fx_nodes.placeholders(gm.graph), op.reads, strict=False))
+    away = dict(zip(fx_nodes.placeholders(gm.graph), sent, strict=False))
     least = sum(_nbytes(fx_nodes.operand(copy)) for copy in ends)
     chosen: list[fx.Node] = []
     loose = _loose(work(gm, len(op.reads)), ends)
@@ -68,7 +73,7 @@ def last_work(gm: fx.GraphModule, op: Op, dests: Sequence[int], sent: Callable[[
         values = _crossing(late, ends)
         if any(not isinstance(value.meta["val"], torch.Tensor) for value in values):
             continue  # some results of one op
-        nbytes = sum(_nbytes(value) for value in values if value not in refs or sent(refs[value]))
+        nbytes = sum(_nbytes(value) for value in values if away.get(value, True))
         if nbytes < least:
             least, chosen = nbytes, late
     return parted(gm, len(op.reads), {*chosen}, dests) if chosen else None
