@@ -67,7 +67,7 @@ def bind(
         into = {i: memory_of((node, i), value) for i, value in fx_values.results(node, shapes.get(node))}
         if node.target is operator.getitem or fx_nodes.is_view(node):
             env[node] = node.target(*args, **kwargs)
-            _check_views(node, env)
+            _check_view(node, env)
         elif isinstance(node.target, Fused):
             calls.append(_stretch(node.target, args, into.values()))
             env[node] = list(into.values())
@@ -110,12 +110,12 @@ def _memory(
     return tensor_at(workspace, plan.offsets[home], value)
 
 
-def _check_views(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
-    """Raises VerifyError for a view that reaches outside the value that owns its memory."""
-    owner = env[fx_nodes.base(node)] if fx_nodes.is_view(node) else None
-    if isinstance(owner, torch.Tensor):
-        for view in fx_values.tensors(env[node]):
-            as_strided.check_view(view, owner, node.target)
+def _check_view(node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
+    """Raises VerifyError for a view that reaches outside the value that owns its memory. Of an op with several views,
+    each is looked at where it is taken: of a loop, each step takes one of as many as there are steps."""
+    view, owner = env[node], env[fx_nodes.base(node)] if fx_nodes.is_view(node) else None
+    if isinstance(view, torch.Tensor) and isinstance(owner, torch.Tensor):
+        as_strided.check_view(view, owner, node.target)
 
 
 def _is_there(node: fx.Node, args: Any) -> bool:
@@ -128,7 +128,9 @@ def _is_there(node: fx.Node, args: Any) -> bool:
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are the same elements of the same memory, whatever they say of dims of one element: of the
     strides of those, torch's shape rules and its kernels differ."""
-    one, other = ((x.data_ptr(), x.dtype, x.shape, x.is_conj(), x.is_neg(), fx_values.steps(x)) for x in (a, b))
+    if a.data_ptr() != b.data_ptr():
+        return False
+    one, other = ((x.dtype, x.shape, x.is_conj(), x.is_neg(), fx_values.steps(x)) for x in (a, b))
     return one == other
 
 

@@ -141,15 +141,16 @@ Aliasing = tuple[bool, tuple[Argument, ...], tuple[Argument | None, ...]]
 def _aliasing(node: fx.Node) -> Aliasing:
     """(whether a result shares memory with an operand; the arguments that are written to; for each result, the written
     argument that it is, or None). All three are read from the schema of the node's op."""
-    if isinstance(node.target, OpOverload):
-        return _aliasing_of(node.target)
-    of_op = schema(node)
-    return (False, (), ()) if of_op is None else _read_schema(of_op)
+    known = _aliasings.get(id(node.target))
+    if known is None:
+        of_op = schema(node)
+        known = node.target, (False, (), ()) if of_op is None else _read_schema(of_op)
+        if isinstance(node.target, OpOverload):
+            _aliasings[id(node.target)] = known
+    return known[1]
 
 
-@functools.cache
-def _aliasing_of(target: OpOverload) -> Aliasing:
-    return _read_schema(target._schema)
+_aliasings: dict[int, tuple[Any, Aliasing]] = {}  # of ops that were asked for, by id: torch's hash of one is slow
 
 
 def _read_schema(of_op: torch.FunctionSchema) -> Aliasing:

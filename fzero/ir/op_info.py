@@ -26,7 +26,7 @@ Default = Callable[[OpOverload, OpInfo], Any]  # of an op's row so far; None whe
 
 _rows: dict[str, OpInfo] = dict(ROWS)  # by name; only `add` writes it
 _defaults: list[tuple[str, Default]] = []  # (column, its default); only `default` writes it
-_known: dict[OpOverload, OpInfo] = {}  # rows that were asked for
+_known: dict[int, tuple[OpOverload, OpInfo]] = {}  # rows that were asked for, by id: torch's hash of an op is slow
 _columns: dict[str, dict[OpOverload, Any]] = {}  # and columns
 _NOTHING = OpInfo()
 
@@ -37,8 +37,12 @@ def of(op: Any) -> OpInfo:
     >>> of(torch.ops.aten.mul.Tensor).pointwise, of(torch.ops.aten.mm.default).pointwise
     (True, False)
     """
-    row = _known.get(op)
-    return row if row is not None else _known.setdefault(op, _row(op)) if isinstance(op, OpOverload) else _NOTHING
+    known = _known.get(id(op))
+    if known is None:
+        if not isinstance(op, OpOverload):
+            return _NOTHING
+        known = _known[id(op)] = op, _row(op)
+    return known[1]
 
 
 def add(op: OpOverload | str, row: OpInfo) -> None:

@@ -48,7 +48,7 @@ class ShardingProblem:
 
     def is_region(self, node: fx.Node) -> bool:
         """Whether a node stands for a graph of its own."""
-        return self.ends is not None and str(node.target) == "fzero.region.default"
+        return self.ends is not None and node.target is torch.ops.fzero.region.default
 
     def is_free(self, node: fx.Node) -> bool:
         """Whether a strategy is to be chosen for a call: not where the user places a value (`constrain`), and not

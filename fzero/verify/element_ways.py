@@ -97,7 +97,7 @@ class _Origin:
             yield rank, at
             return
         n, target = self.ways.n, node.target
-        if target in ops.TRANSFERS or str(target) == "fzero.reduce.default":
+        if target in ops.TRANSFERS or target is torch.ops.fzero.reduce.default:
             yield from self._transferred(node, rank, at)
         elif target is ops.OWN_PART:
             whole, own, ranks, dim, groups = node.args

@@ -107,7 +107,7 @@ class _Typing:
 
     def _node(self, node: fx.Node) -> None:
         """Proves the claim of a node; a node without one is on the way to another that has."""
-        if str(node.target) == "fzero.axis_index.default" and node.args[0] == self.axis:
+        if node.target is torch.ops.fzero.axis_index.default and node.args[0] == self.axis:
             self.types[node] = _Type(None, R)
             return
         if node.target is operator.getitem:

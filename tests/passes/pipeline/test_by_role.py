@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
+from typing import Any
 
 import cases
 import pytest
+import torch
 import two_chunks
 from short_programs import lines, segment, shown, written
 from two_chunks import SQUARE, step
@@ -245,3 +247,34 @@ def test_receives_start_in_the_order_of_the_sends(schedule: str, roles: int) -> 
                 received[op.peer, role].append(op.tag)
     assert sent == received
     assert len(sent) >= 2 * (roles - 1)
+
+
+def long_residual(params: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    """What the first block makes is added behind every other."""
+    first, *rest = params["blocks"]
+    first = h = torch.tanh(x @ first)
+    for w in rest:
+        h = torch.tanh(h @ w) + first
+    return h.square().mean()
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
+@pytest.mark.parametrize("roles", [3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sampled(2)
+def test_no_role_waits_before_it_has_sent_a_value_to_all_its_readers(
+    schedule: str, roles: int, microbatches: int, remat: str
+) -> None:
+    """The second reader gets it when the first has it: not behind the first gradient, which the second is to make."""
+    if schedule == "interleaved":
+        microbatches *= roles
+    chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    params = {"blocks": [torch.ones(8, 8) for _ in range(roles * chunks)]}
+    spec = fzero.Spec(
+        loss=long_residual, optimizer=fzero.optim.sgd(0.1), microbatches=microbatches, mesh={"pp": roles},
+        pipeline=schedule, remat=remat,
+    )  # fmt: skip
+    lowered = fzero.lower(spec, params, torch.zeros(microbatches, 8))  # VerifyError where roles wait in a ring
+    sends = [op for program in lowered.programs.values() for op in program.ops if op.is_send]
+    assert max(Counter(op.reads[0].name for op in sends).values()) >= 2  # readers of one value
