@@ -1,7 +1,8 @@
 """schedule_reductions: a gradient bucket is reduced when it is complete (stages 0, 2, 3) or at the backward's end (1).
 
-In a pipeline the backwards of microbatches end together, behind the last. There each bucket is reduced when it is
-complete, if it is reduced with each microbatch: else a role would hold the gradients of all of them.
+A bucket that is reduced with each microbatch is so when it is complete, at stage 1 too: of the others a rank then keeps
+its share alone. In a pipeline the backwards of microbatches end together, behind the last, and a role would hold the
+gradients of all of them.
 
 A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is
 complete is waited for after the next segment. So one reduction is in flight beside the compute, and a full bucket
@@ -48,11 +49,7 @@ def _at_once(program: Program, arrived: set[str]) -> set[str]:
     the sum over a further axis is no reduction of another microbatch."""
     first = (op for op in program.ops if not arrived & {ref.name for ref in op.reads})
     often = Counter(_reduced_bucket(program, op) for op in first)
-    return {
-        name
-        for name, bucket in program.buckets.items()
-        if bucket.reduce_when == "produced" or (program.role is not None and often[name] > 1)
-    }
+    return {name for name, bucket in program.buckets.items() if bucket.reduce_when == "produced" or often[name] > 1}
 
 
 def _reduced_bucket(program: Program, op: Op) -> str | None:

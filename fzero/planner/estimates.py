@@ -201,7 +201,7 @@ class _Estimate:
     def _gradients(self) -> float:
         """The bytes of gradients, of all parts: those of a few layers are whole, others wait whole or as shares."""
         of = self.sketch
-        at_once = self.stage >= 2 or (self.stage == 1 and self.one.ranks.roles > 1)
+        at_once = self.stage >= 2 or (self.stage == 1 and self.each)
         if self.one.microbatches > 1 and not (self.each and at_once):
             return of.params  # the sum of the microbatches
         waiting = 0.0 if of.held[self.one.offload].gradients or not of.waits else 1.0

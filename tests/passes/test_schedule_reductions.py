@@ -11,6 +11,7 @@ import pytest
 from short_programs import lines, shown, written
 
 import fzero
+from fzero.ir.liveness import live_bytes
 from fzero.ir.program import Program
 from fzero.passes.schedule_reductions import schedule_reductions
 
@@ -199,6 +200,21 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
 
     assert most_grads(1) == 6
     assert most_grads(2) <= 2  # the one being reduced and the one being filled
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp_out": 2, "dp": 2}])
+def test_with_each_microbatch_stage_1_holds_no_more_gradients_than_2(mesh: dict[str, int]) -> None:
+    """It sends as much then; else its gradients are whole at the backward's end, beside the shares of the others."""
+
+    def grads(zero: int, reduce: str) -> int:
+        lowered = cases.lowered(
+            zero=zero, params=cases.layers(depth=6), prefetch=0, microbatches=2, reduce=reduce, mesh=mesh, world=4
+        )
+        program = lowered.program
+        level = live_bytes(program.ops, program.buffers, lambda b: b.kind == "grad")
+        return max(level)
+
+    assert grads(1, "each") == grads(2, "each") < grads(1, "end")
 
 
 def test_a_reduction_under_2_is_waited_for_after_at_most_one_more_segment() -> None:
