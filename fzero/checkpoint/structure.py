@@ -39,7 +39,7 @@ def describe(treedef: optree.PyTreeSpec, depth: int = 0) -> tuple[Any, list[int]
     entries = list(getattr(kind, "_fields", None) or treedef.entries())
     if issubclass(kind, dict):
         by_key = dict(zip(entries, children, strict=True))
-        entries = list(tree.unflatten(treedef, range(first)))
+        entries = tree.keys(treedef)
         children = [by_key[key] for key in entries]
     nodes = [node for node, _ in children]
     return _container(kind, entries, nodes), [number for _, met in children for number in met]
