@@ -22,7 +22,7 @@ from fzero._torch_compat import (
     scatters_keep_overlap,
     unwatched,
 )
-from fzero.capture import ctc, mixed_dtypes  # noqa: F401  (`ctc` fills the column `traced`)
+from fzero.capture import ctc, embedding_bag, mixed_dtypes  # noqa: F401  (the first two fill the column `traced`)
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
@@ -90,10 +90,12 @@ class Watch(TorchDispatchMode):
             raise Refused(f"{func} at {self.where()} {mixed}")
         if of(func).keeps_overlap and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
-        if (away := (kwargs or {}).get("device")) is not None and self._is_elsewhere(torch.device(away)):
+        away, kinds = (kwargs or {}).get("device"), self.tracing.devices
+        if kinds and away is not None and torch.device(away).type not in kinds:  # autograd may end the process
             raise Refused(
-                f"{func} at {self.where()} asks for a tensor on {away}, and the state is on "
-                f"{' and '.join(sorted(self.tracing.devices))}. Leave device= out, or take a tensor's: device=x.device"
+                f"{func} at {self.where()} asks for a tensor on {away}, and those of this step are on "
+                f"{' and '.join(sorted(kinds - {'meta'}))}. Leave device= out, or take a tensor's: "
+                "device=x.device"
             )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, self.where())))
@@ -118,11 +120,6 @@ class Watch(TorchDispatchMode):
                 if phase := self.phase():
                     node.meta["phase"] = phase
         return result
-
-    def _is_elsewhere(self, device: torch.device) -> bool:
-        """Whether neither the state nor the host is on such a device. Where torch is built without its kind, autograd
-        ends the process."""
-        return bool(self.tracing.devices) and device.type not in {*self.tracing.devices, "cpu", "meta"}
 
     def _noted(self, func: Any) -> str:
         """The line of the op that was traced, kept for its backward."""

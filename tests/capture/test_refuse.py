@@ -394,7 +394,9 @@ def test_a_tensor_on_a_device_of_another_kind_is_refused(away: str) -> None:
     spec = fzero.Spec(
         loss=lambda p, b: (b @ p["w"]).sum() + torch.ones((), device=away), optimizer=fzero.optim.sgd(0.1)
     )
-    said = rf"test_refuse\.py:\d+ asks for a tensor on {away}(:0)?, and the state is on cpu\. Leave device= out"
+    said = (
+        rf"test_refuse\.py:\d+ asks for a tensor on {away}(:0)?, and those of this step are on cpu\. Leave device= out"
+    )
     with pytest.raises(CaptureError, match=said):
         fzero.lower(spec, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
     moved = fzero.Spec(loss=lambda p, b: (b.to(away) @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1))
