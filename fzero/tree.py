@@ -48,6 +48,15 @@ def unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
     return optree.tree_unflatten(treedef, leaves)
 
 
+def keys(treedef: optree.PyTreeSpec) -> list[Any]:
+    """The keys of a dict in the order in which they were put in, by which a loop meets them. `flatten` sorts them.
+
+    >>> keys(flatten({"b": 1, "a": 2})[2])
+    ['b', 'a']
+    """
+    return list(unflatten(treedef, range(treedef.num_leaves)))
+
+
 def map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`fn` on every leaf; the further trees must have the structure of the first.
 

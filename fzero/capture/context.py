@@ -31,6 +31,8 @@ class Tracing:
     op that is not torch's, by its name.
     failed: the user's line of the last op that raised. raised: its error, and the op with its operands.
     static: the names of the tensors of the batch that are marked static, by id.
+    devices: the kinds of device on which a tensor may be: those of the state and the batch, the host's, and "meta".
+    Empty: any.
     paused: a context for the work on an op, in which no line of the user is followed (`reads`).
     """
 
@@ -49,6 +51,7 @@ class Tracing:
     failed: str = ""
     raised: tuple[Exception, str] | None = None
     static: dict[int, str] = field(default_factory=dict)
+    devices: frozenset[str] = frozenset()
     paused: Any = field(default_factory=nullcontext)
 
 

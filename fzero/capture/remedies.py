@@ -61,6 +61,11 @@ TORCH_SAYS = {
     "self.shape_env must not be None": f"a nested tensor is made. {RAGGED}",
     "FlexAttention does not support backward": "torch's flex_attention has no gradient on the CPU, and on CUDA it runs "
     f"functions of its own, which a program does not hold. {_NO_FLEX}",
+    "not linked with support for": "a tensor is moved to a device that this torch is not built for. Leave .cuda() or "
+    ".to(device) out: the tensors of a step are where its state is",
+    "backward through the graph a second time": "a graph that backward() or autograd.grad has freed is needed again. "
+    "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss write "
+    "torch.autograd.grad(y, x, create_graph=True)",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

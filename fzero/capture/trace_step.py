@@ -78,7 +78,7 @@ def capture(
     names += [leaf_name("batch", p) for p in itertools.compress(batch_paths, is_tensor)]
     reading = Reading((*fns, step))
     tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
-    tracing.paused = reading.paused
+    tracing.paused, tracing.devices = reading.paused, frozenset(["cpu", "meta", *(x.device.type for x in inputs)])
     tracing.static = _static(batch_paths, batch_leaves, is_tensor)
     with while_active(tracing):
         with reading:

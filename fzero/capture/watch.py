@@ -22,7 +22,7 @@ from fzero._torch_compat import (
     scatters_keep_overlap,
     unwatched,
 )
-from fzero.capture import ctc, mixed_dtypes  # noqa: F401  (`ctc` fills the column `traced`)
+from fzero.capture import ctc, embedding_bag, mixed_dtypes  # noqa: F401  (the first two fill the column `traced`)
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
@@ -90,6 +90,13 @@ class Watch(TorchDispatchMode):
             raise Refused(f"{func} at {self.where()} {mixed}")
         if of(func).keeps_overlap and not fx_values.is_dense(args[0]) and scatters_keep_overlap():
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+        away, kinds = (kwargs or {}).get("device"), self.tracing.devices
+        if kinds and away is not None and torch.device(away).type not in kinds:  # autograd may end the process
+            raise Refused(
+                f"{func} at {self.where()} asks for a tensor on {away}, and those of this step are on "
+                f"{' and '.join(sorted(kinds - {'meta'}))}. Leave device= out, or take a tensor's: "
+                "device=x.device"
+            )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, self.where())))
         if func is aten._efficientzerotensor.default:

@@ -191,12 +191,12 @@ def take(
         for leaf in plan.leaves:
             check_text(leaf.path, "a leaf's path")
         extra_copy = parse(dump(extra))  # a copy: later changes of the caller's objects are not saved
-        tree = structure.describe(treedef)
+        tree, met = structure.describe(treedef)
     except Invalid as error:
         raise CheckpointError("the state to save", str(error)) from None
     versions = {"fzero": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     empty = (ShardRecord(0, "", ()),) * plan.world_size
-    leaves = tuple(_record(plan, leaf) for leaf in plan.leaves)
+    leaves = tuple(_record(plan, plan.leaves[number]) for number in met)
     rules = (
         {rule: stage if type(stage) is int else list(stage) for rule, stage in zero.items()}
         if isinstance(zero, Mapping)
@@ -364,7 +364,9 @@ def _agreed(ranks: Ranks, make: Callable[[], Snapshot], run: Path, keep: int | N
             raise CheckpointError(run, f"keep={keep!r}: needed a positive int, or None to keep all")
         snapshots.append(make())
         manifest = snapshots[0].manifest
-        layout = _digest(replace(manifest, extra=None, step=0, program=None).to_bytes())
+        leaves = tuple(sorted(manifest.leaves, key=lambda leaf: leaf.path))  # each rank met them in its own order
+        alike = replace(manifest, extra=None, step=0, program=None, structure=None, leaves=leaves)
+        layout = _digest(alike.to_bytes())
         return {
             "step": str(manifest.step),
             "the layout": layout,

@@ -3,7 +3,8 @@
 A leaf is "*" and None is null. Every other node has one key: {"dict": [[key, node], ...]}, {"list": [node, ...]},
 {"tuple": [node, ...]}, {"other": [type's name, [[field, node], ...]]}. Keys are text or integers. A named tuple or any
 other container is "other". It comes back as a dict by field, since its class is code; the paths of its leaves are the
-same. Leaves are counted in the order in which they are met.
+same. Leaves are counted in the order in which they are met. A dict has its keys in the order in which they were put in,
+by which a loss may loop over it.
 """
 
 from __future__ import annotations
@@ -14,28 +15,45 @@ from typing import Any
 
 import optree
 
+from fzero import tree
 from fzero.checkpoint.strict import MAX_DEPTH, MAX_INT, Invalid
 
 LEAF = "*"
 
 
-def describe(treedef: optree.PyTreeSpec, depth: int = 0) -> Any:
-    """Returns the structure of a flattened pytree, as JSON. Raises Invalid if it is nested too deep."""
+def describe(treedef: optree.PyTreeSpec, depth: int = 0) -> tuple[Any, list[int]]:
+    """Returns (the structure of a flattened pytree, as JSON; its leaves in the order in which they are met there, by
+    their numbers in `tree.flatten`, which sorts a dict by key). Raises Invalid if it is nested too deep."""
     if depth > MAX_DEPTH:
         raise Invalid(f"the state's pytree is nested deeper than {MAX_DEPTH}")
-    kind, children = treedef.type, [describe(child, depth + 1) for child in treedef.children()]
+    kind = treedef.type
     if kind is None:
-        return LEAF
+        return LEAF, [0]
     if kind is type(None):
-        return None
-    if kind in (list, deque):
-        return {"list": children}
-    if kind is tuple:
-        return {"tuple": children}
+        return None, []
+    children, first = [], 0
+    for child in treedef.children():
+        node, met = describe(child, depth + 1)
+        children.append((node, [first + number for number in met]))
+        first += child.num_leaves
     entries = list(getattr(kind, "_fields", None) or treedef.entries())
+    if issubclass(kind, dict):
+        by_key = dict(zip(entries, children, strict=True))
+        entries = tree.keys(treedef)
+        children = [by_key[key] for key in entries]
+    nodes = [node for node, _ in children]
+    return _container(kind, entries, nodes), [number for _, met in children for number in met]
+
+
+def _container(kind: type, entries: Sequence[Any], nodes: Sequence[Any]) -> Any:
+    """The node of a container that has these entries."""
+    if kind in (list, deque):
+        return {"list": nodes}
+    if kind is tuple:
+        return {"tuple": nodes}
     if issubclass(kind, dict) and all(type(e) is str or (type(e) is int and abs(e) < MAX_INT) for e in entries):
-        return {"dict": [[entry, child] for entry, child in zip(entries, children, strict=True)]}
-    return {"other": [kind.__name__, [[str(e), c] for e, c in zip(entries, children, strict=True)]]}
+        return {"dict": [[entry, node] for entry, node in zip(entries, nodes, strict=True)]}
+    return {"other": [kind.__name__, [[str(e), node] for e, node in zip(entries, nodes, strict=True)]]}
 
 
 def build(node: Any, values: Sequence[Any]) -> Any:

@@ -37,9 +37,10 @@ def write_checkpoint(
     """
     disk, run = disk or Disk(), Path(directory)
     paths, _, treedef = tree.flatten(like(source))
+    containers, met = structure.describe(treedef)
     if sorted(paths) != sorted(source.leaves):
         raise TreeError("the source's tree and its leaves are not the same")
-    held = {path: source.leaves[path] for path in paths}
+    held = {paths[number]: source.leaves[paths[number]] for number in met}
     versions = {"fzero": fzero.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     records = []
     for path, entry in held.items():
@@ -54,9 +55,7 @@ def write_checkpoint(
     temporary, release = commit.prepare(run, step, nbytes, os.urandom(4).hex(), disk)
     try:
         shard = _shard(source, parts, temporary / shard_name(0), disk)
-        manifest = Manifest(
-            step, {"dp": 1}, 0, versions, None, extra, structure.describe(treedef), tuple(records), (shard,)
-        )
+        manifest = Manifest(step, {"dp": 1}, 0, versions, None, extra, containers, tuple(records), (shard,))
         final = commit.commit(run, temporary, manifest, disk)
         commit.finish(run, final, None, disk)
     except BaseException:

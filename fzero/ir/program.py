@@ -239,7 +239,7 @@ def to_text(program: Program, live: Iterable[int]) -> str:
         extra += f" tile={tile_text(b.tile)}" if b.tile is not None else ""
         extra += f" entry={_quote(b.entry)}" if b.entry else ""
         extra += (f" axis={b.axis}" if b.axis else "") + (f" lent={b.lent}" if b.lent else "")
-        extra += f"  # {b.note}" if b.note else ""
+        extra += f"  # {_one_line(b.note)}" if b.note else ""
         lines.append(f"buffer {b.name} {DTYPE_NAMES[b.dtype]}[{shape_text(b.shape)}] {b.kind}{extra}")
     for name, buffer in program.metrics.items():
         lines.append(f"metric {_quote(name)} {buffer}")
@@ -268,8 +268,13 @@ def bytes_text(program: Program, op: Op) -> str:
 def _op_line(index: int, op: Op, moved: str, live: int | None) -> str:
     text = f"{index:4d} {op_text(op)}"
     notes = ([moved] if moved else []) + ([f"live {live:,}"] if live is not None else [])
-    comment = " ".join(notes) + (f" | {op.why}" if op.why else "")
+    comment = " ".join(notes) + (f" | {_one_line(op.why)}" if op.why else "")
     return text.rstrip() + (f"  # {comment}" if comment else "")
+
+
+def _one_line(text: str) -> str:
+    """A comment: the key of a leaf that it names may hold a line break."""
+    return text.replace("\n", "\\n")
 
 
 def _quote(text: str) -> str:

@@ -7,6 +7,7 @@ reads only paths, shapes and dtypes, so it costs nothing in a captured step.
 from __future__ import annotations
 
 import math
+from dataclasses import is_dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -107,13 +108,30 @@ it out of params, or select the other leaves with fzero.optim.masked
     for path, leaf in zip(paths, leaves, strict=True):
         name = _join("params", path)
         if not isinstance(leaf, torch.Tensor):
-            made = "torch.from_numpy(x)" if type(leaf).__name__ == "ndarray" else "torch.tensor(...)"
-            raise TreeError(f"{where}: {name} is {kind(leaf)}, but it must be a tensor: write {made}")
+            raise TreeError(f"{where}: {name} is {kind(leaf)}, but it must be a tensor: {_as_tensors(leaf)}")
         if not leaf.is_floating_point():
             fix = "keep it out of params, or select the other leaves with fzero.optim.masked"
             if leaf.is_complex():
                 fix = "hold torch.view_as_real(x), and take torch.view_as_complex(x) of it in the loss"
             raise TreeError(f"{where}: {name} is {leaf.dtype}, but an optimizer updates floating-point tensors: {fix}")
+        if leaf.dtype.itemsize == 1:
+            raise TreeError(
+                f"{where}: {name} is {leaf.dtype}, but an optimizer computes in 16 bits or more: hold it in bf16 or "
+                f"fp32, and take x.to({leaf.dtype}) of it in the loss"
+            )
+
+
+def _as_tensors(leaf: Any) -> str:
+    """What makes tensors of a leaf of the parameters that is none."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        return "write torch.tensor(...)"
+    if type(leaf).__name__ == "ndarray":
+        return "write torch.from_numpy(x)"
+    if is_dataclass(leaf):
+        return "write vars(x), a dict of its fields, or make the class a NamedTuple, whose fields are leaves too"
+    if isinstance(leaf, (str, bytes)):
+        return "leave it out of params, and read it in the loss"
+    return "give dicts, lists, tuples or named tuples of tensors"
 
 
 def alike(where: str, name: str, given_tree: Any, params: Any, *, dtypes: bool | torch.dtype = True) -> list[Any]:

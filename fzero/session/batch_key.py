@@ -2,9 +2,10 @@
 
 The phase of the run decides it too: it is a function of the step number, known on the host (`fzero.phases`).
 
-A tensor counts by shape and dtype, another leaf by its value. A number that changes would be a program a step. So from
-its first change on it is a 0-d tensor of the batch: one program serves all its values. `fzero.static` is exempt, and so
-is a bool, which has two values. A string cannot be a tensor: one that changes and is not marked is refused.
+A tensor counts by shape and dtype, another leaf by its value, a dict by the order of its keys too. A number that
+changes would be a program a step. So from its first change on it is a 0-d tensor of the batch: one program serves all
+its values. `fzero.static` is exempt, and so is a bool, which has two values. A string cannot be a tensor: one that
+changes and is not marked is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import optree
 import torch
 
 from fzero import tree
@@ -39,7 +41,8 @@ def key_of(batch: Any, device: torch.device, phase: str = "") -> Key:
     whose value could change unseen."""
     paths, leaves, treedef = tree.flatten(batch)
     shown = [(path, _entry(leaf_name("batch", path), leaf)) for path, leaf in zip(paths, leaves, strict=True)]
-    return (tuple(shown), str(treedef), *ambient.settings(device), f"phase {phase!r}")
+    structure = str(treedef), *_orders(treedef)
+    return (tuple(shown), structure, *ambient.settings(device), f"phase {phase!r}")
 
 
 def has_plain(batch: Any) -> bool:
@@ -94,7 +97,16 @@ def difference(old: Key, new: Key) -> str:
     words += [f"{p} is new" for p in after if p not in before]
     words += [f"{p} is gone" for p in before if p not in after]
     words += [f"{was} became {now}" for was, now in zip(old[2:], new[2:], strict=True) if was != now]
-    return "; ".join(words) or "the batch has another structure"
+    rest = "the keys are in another order" if old[1][0] == new[1][0] else "the batch has another structure"
+    return "; ".join(words) or rest
+
+
+def _orders(treedef: optree.PyTreeSpec) -> Iterator[str]:
+    """The keys of each dict of a pytree in their order, in which a function may loop over it."""
+    if treedef.type is not None and issubclass(treedef.type, dict):
+        yield str(tree.keys(treedef))
+    for child in treedef.children():
+        yield from _orders(child)
 
 
 def _rest(key: Key) -> tuple[Key, dict[str, Plain]]:

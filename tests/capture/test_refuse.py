@@ -388,6 +388,35 @@ def test_an_error_whose_class_takes_more_than_a_text_is_left_with_a_note() -> No
     assert note.startswith("test_refuse.py:")
 
 
+@pytest.mark.parametrize("away", ["cuda", "xpu", "mps"])
+def test_a_tensor_on_a_device_of_another_kind_is_refused(away: str) -> None:
+    """Autograd ended the process, where torch is built without that kind of device."""
+    spec = fzero.Spec(
+        loss=lambda p, b: (b @ p["w"]).sum() + torch.ones((), device=away), optimizer=fzero.optim.sgd(0.1)
+    )
+    said = (
+        rf"test_refuse\.py:\d+ asks for a tensor on {away}(:0)?, and those of this step are on cpu\. Leave device= out"
+    )
+    with pytest.raises(CaptureError, match=said):
+        fzero.lower(spec, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
+    moved = fzero.Spec(loss=lambda p, b: (b.to(away) @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+: a tensor is moved to a device .*Leave \.cuda\(\)"):
+        fzero.lower(moved, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
+
+
+def test_a_backward_in_a_loss_is_refused() -> None:
+    """Torch's advice was retain_graph=True."""
+
+    def loss(p: Any, b: Any) -> torch.Tensor:
+        value = (b @ p["w"]).square().mean()
+        value.backward()
+        return value
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+\): .*Leave loss\.backward\(\) out: fzero takes"):
+        fzero.lower(spec, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
+
+
 def test_an_operand_on_another_device_has_the_users_line() -> None:
     """The complaint: torch's error of it takes three arguments, so it became a TypeError."""
     away = torch.ones(3, 3, device="meta")

@@ -542,6 +542,29 @@ def test_a_key_in_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert same(found, fzero.init({"w": torch.ones(3)}, quiet, key=fzero.random.key(3)))
 
 
+def in_turn(params: Any, batch: Tensor) -> Tensor:
+    """A loss that meets its layers in the order of the dict."""
+    for w in params.values():
+        batch = torch.tanh(batch @ w)
+    return batch.square().mean()
+
+
+def test_a_dict_comes_back_in_its_order(tmp_path: Path) -> None:
+    """By key, the step after a load would be another one: stem, body, head become body, head, stem."""
+    spec = fzero.Spec(loss=in_turn, optimizer=fzero.optim.sgd(0.1))
+    layers = {
+        name: fzero.random.normal(fzero.random.key(seed), (3, 3)) for seed, name in enumerate(("stem", "body", "head"))
+    }
+    state = fzero.step(fzero.init(layers, spec), torch.eye(3))
+    fzero.save(state, tmp_path)
+    found = fzero.load(tmp_path, spec)
+    assert list(found.params) == list(layers)
+    assert same(found, state)
+    assert same(fzero.step(found, torch.eye(3)), fzero.step(state, torch.eye(3)))
+    held = fzero.checkpoint.manifest(tmp_path)
+    assert list(held.tree(list(held.leaves))["params"].items()) == [(n, held.by_path[f"params/{n}"]) for n in layers]
+
+
 Pair = namedtuple("Pair", "fast slow")
 
 

@@ -145,6 +145,14 @@ def test_optimise_notes_its_passes() -> None:
     assert program.passes == ("lower", *(p for p in passes if p not in moving and not p.startswith("offload_")))
 
 
+def test_a_line_break_in_a_key_stays_in_its_line() -> None:
+    """The reasons of updates name leaves: `update \\n .. w` was two lines, and the program could not be read back."""
+    spec = fzero.Spec(loss=lambda p, b: p["\n"].sum() * p["w"].sum() * b.mean(), optimizer=fzero.optim.sgd(0.1))
+    program = fzero.lower(spec, {"\n": torch.ones(3), "w": torch.ones(2)}, torch.ones(4), world_size=2).program
+    text = str(program)
+    assert str(fzero.parse(text, program.segments)) == text
+
+
 def test_paths_of_any_characters_round_trip() -> None:
     """An empty path, and characters at which `str.splitlines` would cut a comment."""
     path = "a\u2028b\x0bc | d  # e"

@@ -1,6 +1,7 @@
 """What fzero.optim refuses: each error says what was given, what was needed and the smallest fix."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -123,6 +124,27 @@ def test_other_unlike_trees_are_named() -> None:
         tx.init({"lr": 0.5})
     with pytest.raises(TreeError, match=r"chain: opt_state has 1 parts, but the chain has 2"):
         optim.chain(tx, optim.identity()).update(params, (tx.init(params),), params)
+
+
+@dataclass
+class Weights:
+    w: torch.Tensor
+
+
+NO_PARAMS = [
+    (Weights(torch.ones(2)), r"of type Weights, but it must be a tensor: write vars\(x\).*NamedTuple"),
+    ((x for x in [torch.ones(2)]), r"of type generator, .*: give dicts, lists, tuples or named tuples of tensors"),
+    ({"act": "relu"}, r"params/act is 'relu' \(str\), .*: leave it out of params"),
+    ({"w": torch.ones(2).numpy()}, r"write torch.from_numpy\(x\)"),
+    ({"w": torch.ones(2).to(torch.float8_e4m3fn)}, r"float8_e4m3fn, .* hold it in bf16 or fp32, and take x.to\("),
+]
+
+
+@pytest.mark.parametrize(("params", "message"), NO_PARAMS)
+def test_what_are_no_parameters_has_a_remedy_of_its_own(params: Any, message: str) -> None:
+    """`torch.tensor(...)` of a dataclass, a generator or a string is an error too; 8 bits were torch's raw one."""
+    with pytest.raises(TreeError, match=message):
+        optim.adamw(0.1).init(params)
 
 
 WRONG_MASKS = [

@@ -68,6 +68,18 @@ def test_a_step_keeps_its_addresses_and_allocates_next_to_nothing() -> None:
     assert extra <= heap + 4096 < program.arena_bytes / 4
 
 
+def test_a_step_goes_straight_to_the_kernels() -> None:
+    """Counting the writes of an update, a custom op, is Python: of 60 layers a step took 9.8 ms instead of 6.1."""
+    spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.adamw(1e-2))
+    state = fzero.step(fzero.init({"w": torch.ones(3, 2)}, spec), torch.ones(4, 3))
+    held = state.params["w"].local
+    counted = held._version
+    for _ in range(2):
+        state = fzero.step(state, torch.ones(4, 3))
+    assert held._version == counted
+    assert not torch.equal(held, torch.ones_like(held))
+
+
 def test_an_error_names_its_op_and_marks_the_state_where_it_was_written() -> None:
     init, loss = cases.tied(64, 64, 1)
     state = fzero.init(init, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)))

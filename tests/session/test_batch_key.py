@@ -26,6 +26,18 @@ def test_a_tensor_counts_by_shape_and_dtype_and_another_leaf_by_its_value() -> N
     assert key({"n": 0.0}) != key({"n": -0.0})
 
 
+def test_a_dict_counts_by_the_order_of_its_keys() -> None:
+    """A loss that loops over the batch computes another function of a batch in another order."""
+    one, two = {"x": X, "y": 2 * X}, {"y": 2 * X, "x": X}
+    assert batch_key.difference(key([one]), key([two])) == "the keys are in another order"
+    spec = fzero.Spec(loss=lambda p, b: (p["w"] * next(iter(b.values()))).sum(), optimizer=fzero.optim.sgd(0.0))
+    state = fzero.init({"w": torch.ones(3)}, spec)
+    for batch, wanted in ((one, 6.0), (two, 12.0), (one, 6.0)):
+        state = fzero.step(state, batch)
+        assert float(state.metrics["loss"]) == wanted
+    assert len(state.runtime.programs) == 2
+
+
 def test_numbers_and_strings_are_plain() -> None:
     assert batch_key.has_plain({"x": X, "n": np.float32(1)})
     assert batch_key.has_plain({"x": X, "task": "copy"})
