@@ -169,18 +169,18 @@ def _received_in_order(programs: Mapping[int, Program]) -> dict[int, Program]:
 class _RoleBuilder:
     """The program of one role, being written: only its methods write its fields.
 
-    groups: its work in order; ends: when each group ends in the schedule's own time; needs: the messages of regions
-    that each is the first to read. final: by buffer, the work of this role that last writes it. queued: by buffer,
-    messages that wait until the one before them has gone. sent: sends that have not been waited for. posted: receives
-    that have not. begun: what was posted at any time. slot: the action of the schedule whose ops are being written, as
-    text.
+    groups: its work in order; starts, ends: when each group does in the schedule's own time; needs: the messages of
+    regions that each is the first to read. final: by buffer, the work of this role that last writes it. queued: by
+    buffer, messages that wait until the one before them has gone. sent: sends that have not been waited for. posted:
+    receives that have not. begun: what was posted at any time. slot: the action of the schedule whose ops are being
+    written, as text.
     """
 
     def __init__(
         self, cut: Assigned, works: Sequence[RoleWork | Exchange], flows: Mapping[str, Sequence[Message]], role: int
     ) -> None:
         self.cut, self.flows, self.role = cut, flows, role
-        self.groups, self.slots, self.ends = self._groups(works)
+        self.groups, self.slots, self.starts, self.ends = self._groups(works)
         self.needs = self._needs()
         self.ops: list[Op] = []
         self.sent: list[Message] = []
@@ -206,6 +206,7 @@ class _RoleBuilder:
             self.slot = self.slots[number]
             if not self.slot:
                 self._flush()
+            self._pass_on(received, self.starts[number])
             earlier = list(self.sent) if EARLY else self.sent
             self._group(works, self.needs[number])
             for message in chain(*self.needs[number + 1 : number + 2 + EARLY]):
@@ -231,25 +232,27 @@ class _RoleBuilder:
 
     def _groups(
         self, works: Sequence[RoleWork | Exchange]
-    ) -> tuple[list[list[RoleWork | Exchange]], list[str], list[float]]:
-        """(this role's work in order, the action of each group, when it ends): what is outside of regions, and each
-        region's in the order of the schedule."""
+    ) -> tuple[list[list[RoleWork | Exchange]], list[str], list[float], list[float]]:
+        """(this role's work in order, the action of each group, when it starts, when it ends): what is outside of
+        regions, and each region's in the order of the schedule."""
         by_group: dict[Group, list[RoleWork | Exchange]] = defaultdict(list)
         for work in works:
             here = isinstance(work, Exchange) or self.role in work.roles
             by_group[work.group] += [work] if here else []
         slots = self.cut.schedule.slots
         length = 1 + max(row[-1].stop for row in slots)
-        groups, named, ends = [by_group[0, None]], [""], [0.0]
+        groups, named, starts, ends = [by_group[0, None]], [""], [0.0], [0.0]
         for index in range(1, 1 + max(index for index, _ in by_group)):
             for slot in slots[self.role]:
                 groups.append(by_group[index, slot.action])
                 named.append(f"{slot.action} ")
+                starts.append((index - 1) * length + slot.start)
                 ends.append((index - 1) * length + slot.stop)
             groups.append(by_group[index, None])
             named.append("")
+            starts.append(index * length)
             ends.append(index * length)
-        return groups, named, ends
+        return groups, named, starts, ends
 
     def _needs(self) -> list[list[Message]]:
         """Of each group, the messages of regions that it is the first to read."""
@@ -293,6 +296,12 @@ class _RoleBuilder:
             for message in own:
                 if message.sender == self.role:
                     self._wait_for(message)
+
+    def _pass_on(self, received: Mapping[Message, float], start: float) -> None:
+        """Before a group that starts then, messages follow those that are being received: the group may wait for a role
+        that waits for one. Their receivers read no later than they."""
+        while due := [m for m in self.sent if self.queued.get(m.name) and received[m] <= start]:
+            self._wait_for(due[0])
 
     def _flush(self) -> None:
         """After a region all of its messages are on their way: what was queued behind others follows them. Receives of
