@@ -9,7 +9,7 @@ terms of a norm, each role sends its part to the others before the first read.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,10 +21,11 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Ref
-from fzero.passes.pipeline.chunks import ChunkWork, pieces
-from fzero.passes.pipeline.last_work import At, bound_for, by_home
-from fzero.passes.pipeline.split_backward import Halves, split_backward
-from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
+from fzero.passes.pipeline.chunks import pieces
+from fzero.passes.pipeline.last_work import At, by_home
+from fzero.passes.pipeline.region_parts import RegionParts, region_parts
+from fzero.passes.pipeline.split_backward import Halves
+from fzero.pipeline import FORWARD, Action, Schedule
 
 aten = torch.ops.aten
 LATE = 2.0  # times of an action
@@ -58,9 +59,8 @@ class Assigned:
     lent: dict[str, RoleWork] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
     from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
     makers: dict[str, int] = field(default_factory=dict)  # of values of regions, the role
-    bound: dict[str, int] = field(default_factory=dict)  # terms of gradients, by the role that keeps the leaf
-    num_reads: Counter[tuple[str, int]] = field(default_factory=Counter)  # of each value, by a role's runs of regions
-    late: set[str] = field(default_factory=set)  # those of them that are made there
+    regions: RegionParts = field(default_factory=RegionParts)
+    late: set[str] = field(default_factory=set)  # terms of gradients that are made where the leaf is kept
     parts: dict[tuple[object, ...], Halves | None] = field(default_factory=dict)  # of runs whose last work may move
     copies: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)  # by dtype and shapes
 
@@ -76,7 +76,9 @@ class Assigned:
         for number, piece in found.items():
             for ref in self.program.ops[number].reads:
                 read_in[ref.name].add(piece.chunk)
-        parts = self._parts(found)
+        self.regions = parts = region_parts(self.program, self.schedule, found, self._role)
+        self.buffers |= parts.buffers
+        self.segments |= parts.segments
         regions: list[str] = []
         drafts: list[Draft] = []
         group: Group
@@ -94,7 +96,7 @@ class Assigned:
                 drafts.append((op, started[op.target], frozenset({role})))
                 continue
             index = regions.index(str(op.region)) + 1
-            for part, kind in parts[number]:
+            for part, kind in parts.each[number]:
                 action = Action(kind, piece.chunk, op.microbatch)
                 for run, home in self._last_work(part, role):
                     here, back = self._at_home(run, home)
@@ -111,42 +113,18 @@ class Assigned:
         self.works = _demanded(self.program, self.buffers, self.everywhere, [*drafts[:first], *lent, *drafts[first:]])
         self._exchange()
 
-    def _parts(self, found: Mapping[int, ChunkWork]) -> dict[int, list[tuple[Op, str]]]:
-        """The halves of each op of a region, and what of their results is bound for another role."""
-        known: dict[str, Halves] = {}
-        parts: dict[int, list[tuple[Op, str]]] = {}
-        rows: list[tuple[Op, int, fx.GraphModule | None]] = []
-        for number, op in enumerate(self.program.ops):
-            if number in found and not op.is_wait:
-                parts[number] = self._halves(op, found[number].forward, known)
-            if number not in parts:
-                rows.append((op, 0, None))
-                continue
-            role = self.schedule.role_of[found[number].chunk]
-            self.num_reads.update((name, role) for part, _ in parts[number] for name in {r.name for r in part.reads})
-            if found[number].forward:
-                rows.append((op, role, None))
-                continue
-            rows += [(part, role, self._segment(part) if part.computes else None) for part, _ in parts[number]]
-        self.bound = bound_for(rows, self._role, self.program.metrics.values())
-        return parts
-
-    def _segment(self, op: Op) -> fx.GraphModule:
-        return self.segments.get(op.segment) or self.program.segments[op.segment]
-
     def _last_work(self, op: Op, role: int) -> Iterator[tuple[Op, int]]:
         """A region's op as those that its role runs, and others for it, where they write gradients of their leaves."""
 
         def at(ref: Ref, home: int) -> At:
             known, maker, kept = self._is_known(ref.name), self.makers.get(ref.name), self._role(ref)
-            once = kept is None and self.num_reads[ref.name, role] == 1  # else it is sent for others, or a leaf is lent
-            here = known or maker == role or not once
+            here = known or maker == role or kept is not None or self.regions.num_reads[ref.name, role] > 1
             return At(here, known or home in (kept, maker), ref.name in self.late)
 
         def keeps(ref: Ref) -> int | None:
-            return self.bound.get(ref.name, self._role(ref))
+            return self.regions.bound.get(ref.name, self._role(ref))
 
-        gm = self._segment(op) if op.computes else None
+        gm = (self.segments.get(op.segment) or self.program.segments[op.segment]) if op.computes else None
         for split, part, home in by_home(op, role, gm, keeps, at, self.parts):
             self.buffers |= split.buffers
             self.segments |= split.segments
@@ -185,15 +163,6 @@ class Assigned:
         """Whether every role has a value, or can make it: of the batch, and of state in no bucket."""
         buffer = self.buffers[name]
         return name in self.from_batch or (buffer.kind in PERSISTENT and buffer.bucket is None)
-
-    def _halves(self, op: Op, forward: bool, known: dict[str, Halves]) -> list[tuple[Op, str]]:
-        kind = FORWARD if forward else INPUT if self.schedule.splits else BACKWARD
-        if kind != INPUT or not op.computes:
-            return [(op, kind)]  # what an op moves leaves its segment
-        split = split_backward(self.program, op, known)
-        self.buffers |= split.buffers
-        self.segments |= split.segments
-        return [(part, kind) for part, kind in ((split.first, INPUT), (split.second, WEIGHT)) if part is not None]
 
     def _role(self, ref: Ref) -> int | None:
         """The role that keeps the bucket of a reference."""
