@@ -58,7 +58,7 @@ def layer_of(path: str) -> tuple[str, bool]:
 
 def tied_heads(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     """The path of the embedding that is the head too, as far as names and shapes tell: of those of words the one of the
-    most rows, where no other leaf has a dim of so many.
+    most rows, where no other leaf has a dim of so many, but for a head's bias.
 
     shapes: of the leaves without a number, by path.
 
@@ -66,10 +66,12 @@ def tied_heads(shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     frozenset({'wte'})
     >>> tied_heads({"wte": (50257, 768), "head": (768, 50257)})
     frozenset()
+    >>> tied_heads({"wte": (50257, 768), "head_bias": (50257,)})
+    frozenset({'wte'})
     """
     rows = {path: shape[0] for path, shape in shapes.items() if WORDS.search(path) and len(shape) == 2}
     found = max(rows, key=rows.__getitem__, default="")
-    others = (shape for path, shape in shapes.items() if path != found)
+    others = (shape for path, shape in shapes.items() if path != found and (len(shape) > 1 or FIRST.search(path)))
     return frozenset({found} if found and all(rows[found] not in shape for shape in others) else ())
 
 

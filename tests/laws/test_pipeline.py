@@ -86,6 +86,16 @@ def test_four_roles(schedule: str, whole: bool) -> None:
     both(4, 1, schedule, zero=0, clip_norm=0.5, **plain(whole))
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+@pytest.mark.parametrize("roles", [3, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.sampled(2)
+def test_a_value_that_several_roles_read(schedule: str, roles: int, microbatches: int) -> None:
+    """An encoder's result goes to every role of the decoder before the first waits for a gradient of it."""
+    init, loss = cases.translating(VOCAB, 16, 4)
+    both(roles, 1, schedule, params=init(fzero.random.key(0)), loss=loss, microbatches=microbatches, zero=0)
+
+
 OTHERS: dict[str, dict[str, Any]] = {
     "each": {"reduce": "each", "zero": 2},
     "remat": {"remat": "full", "zero": 3},

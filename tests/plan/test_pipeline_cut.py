@@ -6,7 +6,7 @@ import pytest
 
 import fzero
 from fzero.ir.decisions import Choice
-from fzero.plan.pipeline_cut import Cut, cut_layers, in_order, layer_of
+from fzero.plan.pipeline_cut import Cut, cut_layers, in_order, layer_of, tied_heads
 
 LAYERS = {"blocks.10": 4, "blocks.2": 4, "blocks.0": 4, "blocks.1": 4}
 GIVEN: list[tuple[Mapping[str, int], int, int]] = []
@@ -69,3 +69,11 @@ def test_encoders_come_before_decoders_and_numbers_are_numbers() -> None:
     assert in_order(["b.0", "a.1"]) == ["a.1", "b.0"]
     assert layer_of("h/3/mlp/0/w") == ("h.3", True)
     assert layer_of("norm/w") == ("norm", False)
+
+
+def test_a_heads_bias_is_no_head() -> None:
+    """Of a BERT; that of a linear layer by an embedding's name says that the layer is none."""
+    words = {"embeddings/word_embeddings/weight": (64, 8), "embeddings/LayerNorm/weight": (8,)}
+    assert tied_heads({**words, "cls/bias": (64,)}) == {"embeddings/word_embeddings/weight"}
+    assert tied_heads({**words, "cls/bias": (64,), "cls/weight": (64, 8)}) == set()
+    assert tied_heads({"embed/weight": (64, 8), "embed/bias": (64,)}) == set()

@@ -103,6 +103,34 @@ def tied(vocab: int = 64, width: int = 16, depth: int = 2) -> tuple[Callable[...
     return init, loss
 
 
+def translating(vocab: int = 64, width: int = 16, depth: int = 4) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(init(key), loss) of an encoder and a decoder of half the `depth` each: three readers share one embedding, and
+    every layer of the decoder reads the encoder's result."""
+
+    def init(key: torch.Tensor) -> Params:
+        first, *keys = fzero.random.split(key, depth + 1)
+        layers = [{name: fzero.random.normal(fzero.random.fold_in(k, i), (width, width)) * 0.3
+                   for i, name in enumerate("wq")} for k in keys]  # fmt: skip
+        of_encoder, of_decoder = layers[: depth // 2], layers[depth // 2 :]
+        return {
+            "shared": fzero.random.normal(first, (vocab, width)) * 0.02,
+            "encoder": {"layers": [{"w": p["w"]} for p in of_encoder]},
+            "decoder": {"layers": of_decoder},
+        }
+
+    def loss(params: Params, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        memory = F.embedding(tokens["x"], params["shared"])
+        for p in params["encoder"]["layers"]:
+            memory = memory + torch.tanh(memory @ p["w"])
+        h = F.embedding(tokens["y"].roll(1, 1), params["shared"])
+        for p in params["decoder"]["layers"]:
+            h = h + torch.softmax(h @ p["q"] @ memory.transpose(1, 2), -1) @ memory
+            h = h + torch.tanh(h @ p["w"])
+        return F.cross_entropy((h @ params["shared"].T).flatten(0, 1), tokens["y"].flatten())
+
+    return init, loss
+
+
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention to all tokens up to the own one."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -22,9 +22,10 @@ from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.ir.records import PERSISTENT, Buffer, Ref
 from fzero.passes.pipeline.chunks import pieces
-from fzero.passes.pipeline.last_work import by_home
-from fzero.passes.pipeline.split_backward import Halves, split_backward
-from fzero.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule
+from fzero.passes.pipeline.last_work import At, by_home
+from fzero.passes.pipeline.region_parts import RegionParts, region_parts
+from fzero.passes.pipeline.split_backward import Halves
+from fzero.pipeline import FORWARD, Action, Schedule
 
 aten = torch.ops.aten
 LATE = 2.0  # times of an action
@@ -58,6 +59,8 @@ class Assigned:
     lent: dict[str, RoleWork] = field(default_factory=dict)  # copies of leaves for other roles, by the copy's name
     from_batch: set[str] = field(default_factory=set)  # values that follow from the batch alone
     makers: dict[str, int] = field(default_factory=dict)  # of values of regions, the role
+    regions: RegionParts = field(default_factory=RegionParts)
+    late: set[str] = field(default_factory=set)  # terms of gradients that are made where the leaf is kept
     parts: dict[tuple[object, ...], Halves | None] = field(default_factory=dict)  # of runs whose last work may move
     copies: dict[tuple[object, ...], fx.GraphModule] = field(default_factory=dict)  # by dtype and shapes
 
@@ -73,7 +76,9 @@ class Assigned:
         for number, piece in found.items():
             for ref in self.program.ops[number].reads:
                 read_in[ref.name].add(piece.chunk)
-        known: dict[str, Halves] = {}
+        self.regions = parts = region_parts(self.program, self.schedule, found, self._role)
+        self.buffers |= parts.buffers
+        self.segments |= parts.segments
         regions: list[str] = []
         drafts: list[Draft] = []
         group: Group
@@ -91,7 +96,7 @@ class Assigned:
                 drafts.append((op, started[op.target], frozenset({role})))
                 continue
             index = regions.index(str(op.region)) + 1
-            for part, kind in self._halves(op, piece.forward, known):
+            for part, kind in parts.each[number]:
                 action = Action(kind, piece.chunk, op.microbatch)
                 for run, home in self._last_work(part, role):
                     here, back = self._at_home(run, home)
@@ -99,6 +104,7 @@ class Assigned:
                     drafts.append((here, group, frozenset({home})))
                     drafts += [(copy, (index, None), frozenset({to})) for copy, to in back]
                     self.makers.update(dict.fromkeys((ref.name for ref in here.writes), home))
+                    self.late |= {ref.name for ref in here.writes if home != role}
                 started |= {op.target: (index, action)} if op.transfers else {}
             if piece.forward and op.computes:
                 drafts += self._made_anew(op, index, role, read_in)
@@ -110,11 +116,16 @@ class Assigned:
     def _last_work(self, op: Op, role: int) -> Iterator[tuple[Op, int]]:
         """A region's op as those that its role runs, and others for it, where they write gradients of their leaves."""
 
-        def sent(ref: Ref, home: int) -> bool:
-            return not (self._is_known(ref.name) or home in (self._role(ref), self.makers.get(ref.name)))
+        def at(ref: Ref, home: int) -> At:
+            known, maker, kept = self._is_known(ref.name), self.makers.get(ref.name), self._role(ref)
+            here = known or maker == role or kept is not None or self.regions.num_reads[ref.name, role] > 1
+            return At(here, known or home in (kept, maker), ref.name in self.late)
+
+        def keeps(ref: Ref) -> int | None:
+            return self.regions.bound.get(ref.name, self._role(ref))
 
         gm = (self.segments.get(op.segment) or self.program.segments[op.segment]) if op.computes else None
-        for split, part, home in by_home(op, role, gm, self._role, sent, self.parts):
+        for split, part, home in by_home(op, role, gm, keeps, at, self.parts):
             self.buffers |= split.buffers
             self.segments |= split.segments
             yield part, home
@@ -152,15 +163,6 @@ class Assigned:
         """Whether every role has a value, or can make it: of the batch, and of state in no bucket."""
         buffer = self.buffers[name]
         return name in self.from_batch or (buffer.kind in PERSISTENT and buffer.bucket is None)
-
-    def _halves(self, op: Op, forward: bool, known: dict[str, Halves]) -> list[tuple[Op, str]]:
-        kind = FORWARD if forward else INPUT if self.schedule.splits else BACKWARD
-        if kind != INPUT or not op.computes:
-            return [(op, kind)]  # what an op moves leaves its segment
-        split = split_backward(self.program, op, known)
-        self.buffers |= split.buffers
-        self.segments |= split.segments
-        return [(part, kind) for part, kind in ((split.first, INPUT), (split.second, WEIGHT)) if part is not None]
 
     def _role(self, ref: Ref) -> int | None:
         """The role that keeps the bucket of a reference."""

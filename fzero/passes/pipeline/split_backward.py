@@ -27,8 +27,8 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Halves:
     """A segment in two. early, late: positions of the op's reads that the first and the second half read. kept: values
-    of the first half that the second reads. outputs: positions of the first half's outputs that it reads. dests:
-    positions of the destinations that the second writes."""
+    of the first half that the second reads. outputs: positions of the first half's outputs that it reads. fresh, dests:
+    positions of the outputs and of the destinations that the second writes."""
 
     first: fx.GraphModule
     second: fx.GraphModule
@@ -36,6 +36,7 @@ class Halves:
     late: tuple[int, ...]
     kept: tuple[fx.Node, ...]
     outputs: tuple[int, ...]
+    fresh: tuple[int, ...]
     dests: tuple[int, ...]
 
 
@@ -71,15 +72,16 @@ def in_two(op: Op, parts: Halves, stem: str) -> Split:
     names = [Ref(name) for name in buffers]
     outs, dests = op.writes[: op.num_outputs], op.writes[op.num_outputs :]
     stay = [ref for i, ref in enumerate(dests) if i not in parts.dests]
+    given = [ref for i, ref in enumerate(outs) if i not in parts.fresh]
     second = rewrite.run_op(
         op,
         parts.second,
         [*(op.reads[i] for i in parts.late), *names, *(outs[i] for i in parts.outputs)],
-        [dests[i] for i in parts.dests],
+        [*(outs[i] for i in parts.fresh), *(dests[i] for i in parts.dests)],
     )
-    if not (outs or names or stay):
+    if not (given or names or stay):
         return Split(None, second, {second.segment: parts.second}, buffers)
-    first = rewrite.run_op(op, parts.first, [op.reads[i] for i in parts.early], [*outs, *names, *stay])
+    first = rewrite.run_op(op, parts.first, [op.reads[i] for i in parts.early], [*given, *names, *stay])
     return Split(first, second, {first.segment: parts.first, second.segment: parts.second}, buffers)
 
 
@@ -107,7 +109,8 @@ def work(gm: fx.GraphModule, num_reads: int) -> list[fx.Node]:
 
 def parted(gm: fx.GraphModule, num_reads: int, late: Collection[fx.Node], dests: Collection[int]) -> Halves:
     """A segment in two: these nodes, and the copies into these destinations, are the second half."""
-    inputs, outs = fx_nodes.placeholders(gm.graph)[:num_reads], fx_nodes.outputs(gm.graph)
+    inputs, returned = fx_nodes.placeholders(gm.graph)[:num_reads], fx_nodes.outputs(gm.graph)
+    outs, fresh = [n for n in returned if n not in late], [n for n in returned if n in late]
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     body, every = work(gm, num_reads), destinations(gm, num_reads)
     early = {n for n in body if n not in late}
@@ -138,9 +141,10 @@ def parted(gm: fx.GraphModule, num_reads: int, late: Collection[fx.Node], dests:
         [fx_nodes.operand(copy) for copy in stay],
     )
     nodes = sorted({*late, *again}, key=order.__getitem__)
-    second = segments.extract(nodes, [*read, *kept, *shared], results, [fx_nodes.operand(copy) for copy in copies])
+    second = segments.extract(
+        nodes, [*read, *kept, *shared], [*results, *fresh], [fx_nodes.operand(copy) for copy in copies]
+    )
     positions = {node: i for i, node in enumerate(inputs)}
     first_reads, later_reads = (tuple(positions[n] for n in nodes) for nodes in (given, read))
-    return Halves(
-        first, second, first_reads, later_reads, tuple(kept), tuple(outs.index(n) for n in shared), tuple(dests)
-    )
+    again_read, made = (tuple(returned.index(n) for n in nodes) for nodes in (shared, fresh))
+    return Halves(first, second, first_reads, later_reads, tuple(kept), again_read, made, tuple(dests))

@@ -195,6 +195,8 @@ def test_a_buffer_for_several_roles_goes_to_one_after_the_other() -> None:
         wait h0
         """
     )
+    waits = [str(op.target) for op in made[0].ops if op.is_wait]
+    assert waits == ["h0", "d0", "h0", "loss"], "role 1 may need role 2 for its d0, and role 2 needs h0"
     assert sent_by(made[2], "loss") == lines(
         """
         send loss  axis=pp  peer=0

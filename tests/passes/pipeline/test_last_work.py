@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import cases
 import pytest
@@ -14,7 +15,7 @@ import fzero
 from fzero.ir import fx_nodes, rewrite
 from fzero.ir.op import Op
 from fzero.ir.records import Ref
-from fzero.passes.pipeline.last_work import last_work
+from fzero.passes.pipeline.last_work import At, bound_for, last_work
 from fzero.passes.pipeline.split_backward import Halves, in_two
 
 WORDS, WIDTH, TOKENS = 64, 4, 3
@@ -36,9 +37,15 @@ def spread(x: Tensor, into: Tensor) -> None:
     into.copy_(torch.ops.aten.var_mean.correction(x, [0])[0].expand(TABLE))
 
 
-def halves(gm: fx.GraphModule, names: str, sent: Collection[str]) -> Halves | None:
-    op = Op("run", tuple(map(Ref, names.split())), (Ref("grad"),))
-    return last_work(gm, op, [0], [name in sent for name in names.split()])
+def summed(h: Tensor, g: Tensor, ids: Tensor) -> list[Tensor]:
+    """A sum that goes on: what the tokens' gradients add to that of a head."""
+    return [torch.ops.aten.embedding_dense_backward(g, ids, WORDS, -1, False) + h]
+
+
+def halves(gm: fx.GraphModule, names: str, sent: Collection[str], own: int = 0, away: Collection[str] = ()) -> Any:
+    """away: what is there alone. A name with a `*` is there late."""
+    at = [At(name not in away, name not in sent, name.endswith("*")) for name in names.split()]
+    return last_work(gm, [own], at)
 
 
 def computed(found: Halves | None) -> list[list[str]]:
@@ -89,11 +96,82 @@ def test_what_other_results_need_stays() -> None:
         return [g.tanh() * 2]
 
     gm = segment(both, (TOKENS, WIDTH), IDS, TABLE, TABLE)
-    op = rewrite.run_op(Op("run"), gm, [Ref(n) for n in ("g", "ids", "h")], [Ref("out"), Ref("grad")])
-    found = last_work(gm, op, [0], [True, False, False])
+    found = halves(gm, "g ids h", sent="g", own=1)
     assert found is not None
     assert "mul" in computed(found)[0]
     assert len(fx_nodes.outputs(found.first.graph)) == 2, "its own output, and the tokens' gradients"
+
+
+def test_a_sum_is_taken_where_its_other_term_is() -> None:
+    """Either way one table is sent to that role; the other term would come here first."""
+
+    def add(x: Tensor, y: Tensor, h: Tensor, into: Tensor) -> None:
+        into.copy_(x.T @ y + h)
+
+    gm = segment(add, (1, WORDS), (1, WIDTH), TABLE, TABLE)
+    assert halves(gm, "x y h", sent="xy") is None
+    assert computed(halves(gm, "x y h", sent="xy", away="h")) == [["permute", "mm"], ["add", "copy_"]]
+
+
+def test_a_sum_on_the_way_is_taken_there_too() -> None:
+    gm = segment(summed, TABLE, (TOKENS, WIDTH), IDS)
+    found = halves(gm, "h g ids", sent="g", away="h")
+    assert computed(found) == [[], ["embedding_dense_backward", "add"]]
+    split = in_two(Op("run", tuple(map(Ref, ("h", "g", "ids"))), (Ref("v"),)).with_attrs(fresh=1), found, "stem")
+    assert split.first is None
+    assert split.second is not None
+    assert (split.second.num_outputs, split.second.target) == (1, "v")
+
+
+def test_what_is_there_late_is_read_by_no_earlier_work() -> None:
+    """Though more bytes are sent."""
+
+    def small(v: Tensor, into: Tensor) -> None:
+        into.copy_(v.sum() + torch.zeros(()))
+
+    gm = segment(small, TABLE, ())
+    assert computed(halves(gm, "v*", sent="v", away="v"))[0] == []
+
+
+def test_sums_that_only_a_gradient_needs_are_bound_for_its_role() -> None:
+    def embeds(v: Tensor, g: Tensor, ids: Tensor, into: Tensor) -> None:
+        embedded(g, ids, v, into)
+
+    def shows(v: Tensor, g: Tensor, ids: Tensor, into: Tensor) -> list[Tensor]:
+        embeds(v, g, ids, into)
+        return [v.sum()]
+
+    first = segment(summed, TABLE, (TOKENS, WIDTH), IDS)
+    shapes = TABLE, (TOKENS, WIDTH), IDS, TABLE
+    refs = [Ref(name) for name in ("h", "g1", "ids")]
+    one = rewrite.run_op(Op("run"), first, refs, [Ref("v")])
+
+    def bound(last: fx.GraphModule, outs: list[str], role: int = 0, others: Collection[str] = ()) -> dict[str, int]:
+        refs = [Ref(name) for name in ("v", "g0", "ids")]
+        two = rewrite.run_op(Op("run"), last, refs, [*map(Ref, outs), Ref("grad")])
+        rows = [(one, 1, first), (two, role, last)]
+        return bound_for(rows, lambda ref: 2 if ref.name == "grad" else None, others)
+
+    assert bound(segment(embeds, *shapes), []) == {"v": 2}
+    assert bound(segment(embeds, *shapes), [], others=["v"]) == {}
+    assert bound(segment(embeds, *shapes), [], role=2) == {}, "there it is read in time"
+    assert bound(segment(shows, *shapes), ["out"]) == {}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.sampled(2)
+def test_of_a_table_that_three_roles_read_only_its_value_is_sent_whole(schedule: str, pp: int) -> None:
+    """An encoder, a decoder and a head share it."""
+    words, width = 512, 16
+    init, loss = cases.translating(words, width, 4)
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.adamw(1e-2), mesh={"pp": pp}, microbatches=4, pipeline=schedule, zero=0
+    )
+    lowered = fzero.lower(spec, init(fzero.random.key(0)), cases.tokens(4, 8, words), world_size=pp)
+    programs = lowered.programs.values()
+    sent = [p.buffers[op.reads[0].name] for p in programs for op in p.ops if op.is_send]
+    assert [b.lent is not None for b in sent if b.numel >= words * width] == [True]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
