@@ -65,10 +65,12 @@ def _resume() -> None:
 def collect() -> None:
     """A collection, if there are many new objects. In `collector_paused` it stands where graphs were dropped: Python
     seldom returns the memory of objects, so a lowering must not take much at one time (9 MB less of a pipeline's rank).
-    """
+    What is left is not walked again until the context ends: a large lowering would walk it a dozen times."""
     global _made
     if (made := gc.get_count()[0]) > MANY:
         _made += max(made - gc.collect(), 0)  # what is left is old now: Python's count forgets it
+        if _frozen:
+            gc.freeze()
 
 
 def return_freed() -> None:

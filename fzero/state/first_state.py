@@ -150,17 +150,11 @@ def _as_tensor(path: str, leaf: Any, ranks: int) -> torch.Tensor:
 def _shapes_only(gm: fx.GraphModule) -> None:
     """Turns zeros_like(x) into zeros(x.shape), in place; the same for ones, empty and full. So no moment needs its
     parameter."""
-    for node in list(gm.graph.nodes):
+    for node in gm.graph.nodes:
         if made := op_info.of(node.target).of_shape:
             value = node.meta["val"]
-            args = (list(value.shape), *node.args[1:])
-            with gm.graph.inserting_before(node):
-                full = gm.graph.call_function(
-                    op_info.named(made)[0], args, {"dtype": value.dtype, "device": value.device}
-                )
-            full.meta = dict(node.meta)
-            node.replace_all_uses_with(full)
-            gm.graph.erase_node(node)
+            node.target, node.args = op_info.named(made)[0], (list(value.shape), *node.args[1:])
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def _compute(node: fx.Node, inputs: dict[fx.Node, Any], order: dict[fx.Node, int]) -> torch.Tensor:

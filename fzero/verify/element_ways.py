@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -37,11 +37,13 @@ def refuse(node: Any, what: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class ElementWays:
-    """n: the ranks of the axis. is_rank: whether a node is proven to be the rank."""
+    """n: the ranks of the axis. is_rank: whether a node is proven to be the rank. checked: ways that were followed, of
+    which each layer of a model has its own. Only `check` adds to it."""
 
     n: int
     axis: str
     is_rank: Callable[[Any], bool]
+    checked: set[tuple[Any, ...]] = field(default_factory=set)
 
     def check(self, node: fx.Node, x: fx.Node, source: fx.Node, lies: Placement, want: Placement) -> None:
         """Raises VerifyError unless `node` is x as `want`, made of `source`, which is x as `lies`: elements of the
@@ -53,6 +55,9 @@ class ElementWays:
         here = tuple(node.meta["val"].shape)
         if here != local_shape(shape, want, self.n):
             refuse(node, f"has shape {list(here)}: {x.name} of shape {list(shape)} as {want} has another")
+        way = (lies, want, shape, *self._way(node, start))
+        if way in self.checked:
+            return
         cuts = [p for p in (lies, want) if isinstance(p, Shard)]
         units = {p.dim: min(shape[q.dim] // (q.groups * self.n) for q in cuts if q.dim == p.dim) for p in cuts}
         for rank in sorted({0, min(1, self.n - 1), self.n - 1}):
@@ -60,6 +65,16 @@ class ElementWays:
                 came = _Origin(self, start).of(node, rank, _flat(place, here))
                 if came != self._expected(lies, want, shape, rank, place):
                     refuse(node, f"is to bring {x.name} from {lies} to {want}, and brings others")
+        self.checked.add(way)
+
+    def _way(self, node: fx.Node, start: set[fx.Node]) -> Iterator[Any]:
+        """All that following an element reads of the ops on its way: targets, literals, shapes, which nodes are the
+        rank."""
+        while node not in start and node.op == "call_function" and node.all_input_nodes:
+            others = (self.is_rank(a) if isinstance(a, fx.Node) else str(a) for a in node.args[1:])
+            yield node.target, tuple(node.meta["val"].shape), *others
+            node = node.all_input_nodes[0]
+        yield node in start, tuple(node.meta["val"].shape)
 
     def _expected(
         self, source: Placement, want: Placement, shape: Sequence[int], rank: int, place: Sequence[int]
