@@ -262,8 +262,8 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _repeated(graph: fx.Graph, levels: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """The levels, with short elementwise chains on values that are kept anyway (a gradient over a count) computed again
-    at each later level that uses them. Such a value is then no whole tensor between levels, and may be a slice. In
-    place."""
+    at each later level that uses them. Such a value is then no whole tensor between levels, and may be a slice. If it
+    is a new leaf, it is that of the last level: until then the old one is read, and both would be kept. In place."""
     depth: dict[fx.Node, int] = {}
     for node in levels:
         if node.op != "call_function" or _is_comm(node):
@@ -281,6 +281,8 @@ def _repeated(graph: fx.Graph, levels: dict[fx.Node, int]) -> dict[fx.Node, int]
             levels[copy] = level
             for user in (u for u, at in users if at == level):
                 user.replace_input_with(node, copy)
+            if level == max(at for _, at in users):
+                fx_nodes.output(graph).replace_input_with(node, copy)
     return {node: levels[node] for node in graph.nodes if node in levels}
 
 
