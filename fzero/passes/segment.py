@@ -330,7 +330,7 @@ def _adapters(
     around: dict[str, list[tuple[str | None, str | None]]] = {}
     for place, (_, own) in enumerate(order):
         around.setdefault(own, []).append((beside(place, -1), beside(place, 1)))
-    joined = {}
+    joined: dict[str, str] = {}
     for own, sides in around.items():
         amid = [before for before, after in sides if before is not None and before == after]
         joined |= {own: amid[0]} if amid and all(amid[0] in pair for pair in sides) else {}
