@@ -1,11 +1,12 @@
 """segment: a region's one big run is cut where the parameters in use change.
 
-A *unit* is a layer's buckets; a bucket that is used only where another unnumbered one is (a final norm beside the tied
-embedding) joins its unit. Nodes are taken in the order of the joint graph. A new segment begins where a node uses a
-unit that the segment does not use. In the backward it also begins where a node feeds only the gradients of such a unit.
-In a pipeline it also begins where the chunk changes (`pipeline/chunks`), and each run says its chunk. Each says its
-phase: equal layers share a segment, so what is forward cannot be read off it.
-A transfer within the region (`fzero.shard.ops`) is an op of the program, between two segments.
+A *unit* is a layer's buckets (`common/units`). Nodes are taken in the order of the joint graph. A new segment begins
+where a node uses a unit that the segment does not use. In the backward it also begins where a node feeds only the
+gradients of such a unit, and, behind the last use of the segment's own units, where one reads what only the forward of
+the next unit makes and reads: a gate at the end of a layer belongs to its backward. In a pipeline it also begins where
+the chunk changes (`pipeline/chunks`), and each run says its chunk. Each says its phase: equal layers share a segment,
+so what is forward cannot be read off it. A transfer within the region (`fzero.shard.ops`) is an op of the program,
+between two segments.
 A value that crosses a border becomes a buffer. Equal layers give segments of equal text, hence one hash: 12 layers, 5
 segments.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -26,9 +28,9 @@ from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref
+from fzero.passes.common.units import units_of, uses_of
 from fzero.passes.pipeline.chunks import node_chunks, root
 from fzero.passes.rematerialise_views import MadeAnew, again
-from fzero.plan.fill_buckets import SMALL_BYTES
 from fzero.shard.ops import TRANSFERS
 
 aten = torch.ops.aten
@@ -146,8 +148,8 @@ def _cut(program: Program, op: Op, chunk_of: Mapping[str, int]) -> list[_Piece]:
     bucket_of = {h: b for h, r in zip(holders, refs, strict=True) if (b := program.buffers[r.name].bucket) is not None}
     made_anew = again(set(bucket_of))
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
-    uses = _uses(gm, nodes, bucket_of, made_anew)
-    unit = _units(program, nodes, uses)
+    uses = uses_of(gm, nodes, bucket_of, made_anew)
+    unit = units_of(program, nodes, uses)
     units = {node: {unit[b] for b in used} for node, used in uses.items()}
     groups = _grouped(nodes, units, {}, made_anew)
     if chunk_of:
@@ -198,7 +200,47 @@ def _grouped(
         if groups[i].chunk == groups[i + 1].chunk and not (groups[i].transfers or groups[i + 1].transfers):
             _move_prelude(groups[i], groups[i + 1], earlier, units, made_anew)
         earlier.update(groups[i].nodes)
+    inner = _inner(groups, made_anew)
+    for this, following in pairwise(groups):
+        if this.chunk == following.chunk and not (this.transfers or following.transfers):
+            _move_inner(this, following, inner, units, made_anew)
     return groups
+
+
+def _readers(node: fx.Node, made_anew: MadeAnew) -> set[fx.Node]:
+    """The nodes of the forward that read a value, or a view of it."""
+    reached: set[fx.Node] = set()
+    for user in node.users:
+        reached |= _readers(user, made_anew) if made_anew(user) else {user}
+    return {u for u in reached if not u.meta.get("phase")}
+
+
+def _inner(groups: list[_Group], made_anew: MadeAnew) -> dict[fx.Node, set[str]]:
+    """By value that the forward of one group alone makes and reads, the units of that group."""
+    inner: dict[fx.Node, set[str]] = {}
+    for group in groups:
+        own = set(group.nodes)
+        for node in group.nodes:
+            if not node.meta.get("phase") and not made_anew(node) and _readers(node, made_anew) <= own:
+                inner[node] = group.units
+    return inner
+
+
+def _move_inner(
+    this: _Group, following: _Group, inner: Mapping[fx.Node, set[str]], used: Mapping[fx.Node, set[str]],
+    made_anew: MadeAnew,
+) -> None:  # fmt: skip
+    """Moves the nodes of the backward, from the first on that reads an inner value of the next segment's layer, to it.
+    Else that layer's forward would be made again for the segment before, too. In place."""
+    group, units = this.nodes, following.units - this.units
+    start = max((n for n, node in enumerate(group) if node in used), default=-1) + 1
+    for cut in range(start, len(group)):
+        read = (root(a, made_anew) for a in group[cut].all_input_nodes)
+        if group[cut].meta.get("phase") and any(units & inner.get(a, set()) for a in read):
+            while cut > start and made_anew(group[cut - 1]):
+                cut -= 1
+            this.nodes, following.nodes = group[:cut], [*group[cut:], *following.nodes]
+            return
 
 
 def _move_prelude(
@@ -215,12 +257,6 @@ def _move_prelude(
     if not tail or any(n.meta.get("phase") for n in nodes[: len(tail) + 1]):
         return
 
-    def readers(node: fx.Node) -> set[fx.Node]:
-        reached: set[fx.Node] = set()
-        for user in node.users:
-            reached |= readers(user) if made_anew(user) else {user}
-        return {u for u in reached if not u.meta.get("phase")}
-
     def crossing(cut: int) -> int:
         kept = set(group[: start + cut])
         candidates = dict.fromkeys(
@@ -231,7 +267,7 @@ def _move_prelude(
         def inside(n: fx.Node) -> bool:
             return n in kept or n in earlier
 
-        late = [n for n in values if inside(n) and not all(map(inside, readers(n)))]
+        late = [n for n in values if inside(n) and not all(map(inside, _readers(n, made_anew)))]
         return sum(t.nbytes for n in late if isinstance(t := n.meta["val"], torch.Tensor))
 
     cuts = [
@@ -241,61 +277,6 @@ def _move_prelude(
     ]
     best = min(cuts, key=lambda c: (crossing(c), c))
     this.nodes, following.nodes = group[: start + best], [*tail[best:], *after]
-
-
-def _uses(
-    gm: fx.GraphModule, nodes: list[fx.Node], bucket_of: dict[fx.Node, str], made_anew: MadeAnew
-) -> dict[fx.Node, set[str]]:
-    """{node: the buckets that it uses}: those of parameters among its operands. In the backward also the one bucket
-    whose gradients alone it feeds."""
-    uses: dict[fx.Node, set[str]] = {}
-    feeds: dict[fx.Node, str | None] = {}  # the one bucket; "*": others too; None: nothing
-    for node in reversed(gm.graph.nodes):
-        if node.target is COPY:
-            feeds[node] = bucket_of.get(node.args[0], "*")
-        elif node.op == "call_function":
-            fed = {feeds.get(u, "*") for u in node.users} - {None}
-            feeds[node] = "*" if len(fed) > 1 else fed.pop() if fed else None
-    for node in nodes:
-        if made_anew(node):
-            continue
-        used = {bucket_of[r] for a in node.all_input_nodes if (r := root(a, made_anew)) in bucket_of}
-        only = feeds[node] if node.meta.get("phase") == "backward" else None
-        if only is not None and only != "*" and "chunk" not in node.meta:  # the chunks of a loss are one segment
-            used.add(only)
-        if used:
-            uses[node] = used
-    return uses
-
-
-def _units(program: Program, nodes: list[fx.Node], uses: dict[fx.Node, set[str]]) -> dict[str, str]:
-    """The unit of every bucket. A numbered layer is its own unit. A layer without a number joins another one that is in
-    use wherever it is, if both together take no more memory than a layer, or if it adds little."""
-    layer = {name: bucket.layer or name for name, bucket in program.buckets.items()}
-    numbered = {name for name, bucket in program.buckets.items() if bucket.numbered}
-    epochs: dict[str, set[int]] = {}
-    epoch, last = 0, ""
-    for node in nodes:
-        for name in sorted(uses.get(node, ())):
-            if name in numbered:
-                epoch += layer[name] != last
-                last = layer[name]
-            epochs.setdefault(layer[name], set()).add(epoch)
-    if not numbered:
-        return layer
-    size: dict[str, int] = {}
-    for name, bucket in program.buckets.items():
-        size[layer[name]] = size.get(layer[name], 0) + 4 * bucket.length
-    most = max(size[layer[name]] for name in numbered)
-    loose = sorted({own for name, own in layer.items() if name not in numbered}, key=size.__getitem__)
-    joined = {own: own for own in loose}
-    for unit in loose:
-        for other in reversed(loose):
-            light = size[unit] < SMALL_BYTES or size[unit] * 8 <= size[other] or size[unit] + size[other] <= most
-            inside = epochs.get(unit, set()) <= epochs.get(other, set())
-            if unit != other and light and inside and joined[other] == other and joined[unit] == unit:
-                joined[unit] = other
-    return {name: joined.get(own, own) for name, own in layer.items()}
 
 
 def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> list[_Piece]:

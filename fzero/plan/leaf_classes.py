@@ -55,8 +55,8 @@ class LeafClass:
 
 
 def leaf_classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[LeafClass]:
-    """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its
-    own."""
+    """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its own,
+    or to be its own but for a stretch inside it: `opt/critic/mu/w` with `nets/critic/w`."""
     split = {i: tuple(paths[i].split("/")) for i in flat}
     anchors: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
     for i in flat:
@@ -79,14 +79,25 @@ def leaf_classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.T
             whole = [j for j in bare.get(tuple(leaves[i].shape), []) if split[j] == split[i][cut:] and j != i]
             if cut == len(split[i]):  # nothing left to compare: only the one leaf that is an entry by itself
                 others = others if len(others) == 1 and cut > 1 else []
-            if whole or others:
-                low, high = sorted((find((whole or others)[0]), find(i)))
+            inside = [] if whole or others else _but_inside(split[i], cut - 1, anchors, tuple(leaves[i].shape))
+            if whole or others or inside:
+                low, high = sorted((find((whole or others or inside)[0]), find(i)))
                 parent[high] = low
                 break
     members: dict[int, list[int]] = {}
     for i in flat:
         members.setdefault(find(i), []).append(i)
     return [_class(group, split) for group in sorted(members.values(), key=min)]
+
+
+def _but_inside(
+    own: tuple[str, ...], left_out: int, anchors: Mapping[tuple[tuple[str, ...], tuple[int, ...]], list[int]],
+    shape: tuple[int, ...],
+) -> list[int]:  # fmt: skip
+    """The leaves whose path below their entry is a leaf's own but for so many parts inside it."""
+    starts = range(2, len(own) - left_out) if left_out else ()
+    found = (anchors.get((own[1:start] + own[start + left_out :], shape), []) for start in starts)
+    return next((hits for hits in found if hits), [])
 
 
 def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> LeafClass:

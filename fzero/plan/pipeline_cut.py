@@ -1,9 +1,10 @@
 """pipeline_cut: which chunk of a pipeline holds a leaf, from the tree alone.
 
 A layer is what a bucket is made for: a path up to its first number (`blocks/3`). Layers with a number are dealt to the
-chunks in order; which begin a chunk is chosen elsewhere (`fzero.compile.decide`). Encoders come before decoders. A leaf
-without a number lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. There too lies
-an embedding that is the head as well: a head's gradient is whole with each microbatch, an embedding's is a sum of the
+chunks in order; which begin a chunk is chosen elsewhere (`fzero.compile.decide`). Encoders come before decoders. An
+adapter, a small layer of a list beside that of a base, is dealt with the base's layer of its number. A leaf without a
+number lies on the first chunk if its name is that of an embedding (`FIRST`), else on the last. There too lies an
+embedding that is the head as well: a head's gradient is whole with each microbatch, an embedding's is a sum of the
 rows that the tokens name (`fzero.passes.pipeline.last_work`). All this decides who keeps a leaf's state, not where it
 is used: a chunk that uses a leaf of another is sent its value, and sends its gradient back.
 """
@@ -89,6 +90,30 @@ def in_order(layers: Sequence[str]) -> list[str]:
     return sorted(layers, key=key)
 
 
+def adapters(layers: Mapping[str, int]) -> dict[str, str]:
+    """Of each layer of a list of adapters, the layer that it is dealt with: that of its number in a list of layers at
+    least sixteen times as large. A small encoder is no adapter of its decoder.
+
+    >>> adapters({"base.0": 4096, "base.1": 4096, "lora.0": 16, "lora.1": 16})
+    {'lora.0': 'base.0', 'lora.1': 'base.1'}
+    """
+    rows: dict[str, dict[str, int]] = {}
+    for layer, size in layers.items():
+        name, _, number = layer.rpartition(".")
+        rows.setdefault(name, {})[number] = size
+    found: dict[str, str] = {}
+    for name, row in rows.items():
+        bases = [
+            other
+            for other, large in rows.items()
+            if bool(DECODER.search(other)) == bool(DECODER.search(name))
+            and all(16 * size <= large.get(number, 0) for number, size in row.items())
+        ]
+        base = max(bases, key=lambda other: sum(rows[other].values()), default=None)
+        found |= {} if base is None else {f"{name}.{number}": f"{base}.{number}" for number in row}
+    return found
+
+
 def cut_layers(
     layers: Mapping[str, int],
     last: int,
@@ -104,7 +129,8 @@ def cut_layers(
 
     Raises SpecError where there are fewer layers than chunks, and for a choice that names no layer or is out of order.
     """
-    names = in_order(list(layers))
+    mates = adapters(layers)
+    names = in_order([layer for layer in layers if layer not in mates])
     chunks = len(role_of)
     if chunks > len(names):
         if not names:
@@ -116,9 +142,13 @@ def cut_layers(
             f"Spec(pipeline=): {chunks} chunks need as many numbered layers, as in params['blocks'][0]; there are "
             f"{len(names)}: {', '.join(names)}. Use fewer chunks or fewer roles (mesh pp)"
         )
-    chosen = choose({name.replace(".", "/"): layers[name] for name in names}, last, chunks)
+    sizes = {name: layers[name] for name in names}
+    for layer, base in mates.items():
+        sizes[base] += layers[layer]
+    chosen = choose({name.replace(".", "/"): size for name, size in sizes.items()}, last, chunks)
     starts = _starts(chosen.value, names, chunks)
     chunk_of = {name: sum(start <= i for start in starts) for i, name in enumerate(names)}
+    chunk_of |= {layer: chunk_of[base] for layer, base in mates.items()}
     return Cut(tuple(role_of), chunk_of, chosen, heads)
 
 

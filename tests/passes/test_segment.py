@@ -18,62 +18,45 @@ import fzero
 from fzero.ir import fx_nodes
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
-from fzero.passes.segment import SMALL_BYTES, _grouped, _phase, _units, segment
+from fzero.passes.segment import _grouped, _phase, segment
 from fzero.shard.ops import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from fzero.verify.rules import verify
 
 KB = 256  # elements of 4 bytes
-STEP = ["wte", "wpe", "h.0", "h.1", "norm", "wte"]  # the leaves in the order of their uses, as in a tied GPT
 
 
-def units(sizes: dict[str, int], order: list[str], numbered: str = "h") -> dict[str, str]:
-    """The unit of each bucket of so many elements."""
-    buckets = {
-        name: SimpleNamespace(layer="", numbered=name.startswith(numbered), length=n) for name, n in sizes.items()
-    }
-    program: Any = SimpleNamespace(buckets=buckets)
-    nodes: Any = list(range(len(order)))
-    return _units(program, nodes, {node: {name} for node, name in zip(nodes, order, strict=True)})
+def _gates(p: Any, x: Tensor) -> Tensor:
+    """Layers whose last op has no parameter: a gate, whose operands are kept for the backward."""
+    x = x @ p["first"]
+    for w in p["layers"]:
+        y = torch.tanh(x @ w["a"]) @ w["b"]
+        x = x + torch.sigmoid(y) * torch.tanh(y)
+    return (x @ p["head"]).square().mean()
 
 
-LARGE = SMALL_BYTES // 4
-LAYERS = {"h.0": 4 * LARGE, "h.1": 4 * LARGE}
+def test_the_backward_of_a_layer_begins_at_its_end() -> None:
+    """What only a layer's forward makes is read by the segment of its own backward: so a layer is made again for that
+    one alone, after the layer behind it is done, and gathered once for both."""
 
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta")
 
-def test_a_layer_with_a_number_is_a_unit_of_its_own() -> None:
-    found = units({**LAYERS, "wte": LARGE, "wpe": LARGE, "norm": 64}, STEP)
-    assert (found["h.0"], found["h.1"], found["wte"]) == ("h.0", "h.1", "wte")
-
-
-@pytest.mark.parametrize(
-    ("wte", "wpe", "joins"),
-    [
-        (99 * LARGE, LARGE - 1, True),  # it is small
-        (99 * LARGE, 13 * LARGE, False),
-        (99 * LARGE, 12 * LARGE, True),  # an eighth adds little
-        (3 * LARGE, LARGE, True),  # both together are no more than a layer
-        (3 * LARGE + 1, LARGE, False),
-    ],
-)
-def test_a_layer_without_a_number_joins_one_that_is_in_use_with_it(wte: int, wpe: int, joins: bool) -> None:
-    assert units({**LAYERS, "wte": wte, "wpe": wpe}, STEP[:4])["wpe"] == ("wte" if joins else "wpe")
-
-
-def test_it_joins_only_what_is_in_use_wherever_it_is() -> None:
-    """The embedding at the top alone, a norm at the end: neither is there with the other."""
-    sizes = {**LAYERS, "norm": 64, "wte": 99 * LARGE}
-    assert units(sizes, ["wte", "h.0", "h.1", "norm"])["norm"] == "norm"
-    assert units(sizes, ["wte", "h.0", "h.1", "norm", "wte"])["norm"] == "wte"
-    assert units(sizes, ["wte", "norm", "h.0", "h.1", "norm", "wte"])["norm"] == "wte"
-    assert units(sizes, ["wte", "h.0", "norm", "h.1", "wte"])["norm"] == "norm"
-
-
-def test_buckets_of_one_layer_are_one_unit_and_without_numbers_nothing_joins() -> None:
-    buckets = {name: SimpleNamespace(layer="h.0", numbered=True, length=64) for name in ("h.0", "h.0~2")}
-    program: Any = SimpleNamespace(buckets=buckets)
-    nodes: Any = [0, 1]
-    assert _units(program, nodes, {0: {"h.0"}, 1: {"h.0~2"}}) == {"h.0": "h.0", "h.0~2": "h.0"}
-    assert units({"a": 64, "b": 99 * LARGE}, ["a", "b"]) == {"a": "a", "b": "b"}
+    layers = [{"a": meta(64, 64), "b": meta(64, 64)} for _ in range(4)]
+    params = {"first": meta(64, 64), "layers": layers, "head": meta(64, 512)}
+    spec = fzero.Spec(loss=_gates, optimizer=fzero.optim.sgd(0.1), remat="full")
+    program = fzero.lower(spec, params, meta(256, 64), world_size=2).program
+    number = {f"params:layers.{n}": n for n in range(4)}
+    assert [number[name] for op in program.ops if op.gathers and (name := op.reads[0].name) in number] == [
+        *range(4), *reversed(range(4))
+    ]  # fmt: skip
+    runs = [op for op in program.ops if op.computes and op.in_region]
+    again = [n for n, op in enumerate(runs) if op.phase is StepPhase.RECOMPUTE]
+    assert len(again) == 4
+    made = {ref.name for n in again for ref in runs[n].writes}
+    for n, last in zip(again, [*again[1:], len(runs)], strict=True):
+        late = {ref.name for op in runs[last:] for ref in op.reads}
+        assert not late & {ref.name for ref in runs[n].writes}, "of one layer alone"
+    assert not made & {ref.name for op in runs[: again[0]] for ref in op.reads}
 
 
 def node(target: Any, phase: str | None) -> Any:

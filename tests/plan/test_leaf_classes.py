@@ -40,6 +40,38 @@ def test_the_longest_end_decides() -> None:
     }  # fmt: skip
 
 
+def test_moments_by_net_mirror_the_parameters_of_their_net() -> None:
+    """The state of an optimizer for each net: its field stands inside the path."""
+    paths = ["nets/d/a/w", "nets/g/a/w", "opt/d/mu/a/w", "opt/g/0/nu/a/w", "ema/g/a/w"]
+    found = leaf_classes([*range(5)], paths, [torch.empty(2, 3, device="meta")] * 5)
+    assert [[paths[i] for _, i in c.members] for c in found] == [
+        ["nets/d/a/w", "opt/d/mu/a/w"], ["nets/g/a/w", "opt/g/0/nu/a/w", "ema/g/a/w"]
+    ]  # fmt: skip
+    assert len(classes("nets/d/a/w", "opt/d/mu/b/w")) == 2
+
+
+def test_the_moments_of_two_nets_are_gathered_by_no_step() -> None:
+    """As in the recipe of a GAN: each net has an optimizer's state of its own, which is updated in slices."""
+    tx = fzero.optim.adam(1e-3)
+
+    def loss(net: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
+        return (torch.tanh(x @ net["a"]) @ net["b"] @ other["b"]).square().mean()
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        nets, opt = dict(state["nets"]), dict(state["opt"])
+        for name, other in (("d", "g"), ("g", "d")):
+            value, grads = fzero.value_and_grad(loss)(nets[name], x, nets[other])
+            updates, opt[name] = tx.update(grads, opt[name], nets[name])
+            nets[name] = fzero.optim.apply_updates(nets[name], updates)
+        return {"nets": nets, "opt": opt}, {"loss": value}
+
+    nets = {name: {leaf: torch.empty(64, 64, device="meta") for leaf in "ab"} for name in "dg"}
+    start = {"nets": nets, "opt": {name: tx.init(net) for name, net in nets.items()}}
+    program = fzero.lower(fzero.Spec(step=step, zero=3), start, torch.empty(8, 64, device="meta"), world_size=2).program
+    gathered = {program.buffers[op.reads[0].name].entry for op in program.ops if op.gathers}
+    assert gathered == {"nets/d", "nets/g"}
+
+
 def test_an_entry_that_is_one_leaf() -> None:
     """Its moment is below an entry of its own; of several such leaves none is the one."""
     assert classes("w", "opt/mu/w") == {"w": [("", "w"), ("opt/mu", "opt/mu/w")]}

@@ -6,7 +6,7 @@ import pytest
 
 import fzero
 from fzero.ir.decisions import Choice
-from fzero.plan.pipeline_cut import Cut, cut_layers, in_order, layer_of, tied_heads
+from fzero.plan.pipeline_cut import Cut, adapters, cut_layers, in_order, layer_of, tied_heads
 
 LAYERS = {"blocks.10": 4, "blocks.2": 4, "blocks.0": 4, "blocks.1": 4}
 GIVEN: list[tuple[Mapping[str, int], int, int]] = []
@@ -69,6 +69,19 @@ def test_encoders_come_before_decoders_and_numbers_are_numbers() -> None:
     assert in_order(["b.0", "a.1"]) == ["a.1", "b.0"]
     assert layer_of("h/3/mlp/0/w") == ("h.3", True)
     assert layer_of("norm/w") == ("norm", False)
+
+
+def test_adapters_are_dealt_with_their_base() -> None:
+    """Their gradients are made where the base's layers run: else one role would keep all adapters, and run all
+    backwards."""
+    layers = {f"base.{n}": 160 for n in range(4)} | {f"lora.{n}": 10 for n in (1, 2)}
+    made = cut("base/2", layers=layers)
+    assert GIVEN[-1][0] == {"base/0": 160, "base/1": 170, "base/2": 170, "base/3": 160}
+    assert made.chunk_of == {"base.0": 0, "base.1": 0, "base.2": 1, "base.3": 1, "lora.1": 0, "lora.2": 1}
+    assert adapters({**layers, "lora.1": 11}) == {}, "too large"
+    assert adapters({**layers, "lora.4": 10}) == {}, "there is no base.4"
+    assert adapters({**layers, "wide.1": 9999, "wide.2": 9999})["lora.1"] == "wide.1"
+    assert adapters({"encoder.0": 1, "decoder.0": 99}) == {}
 
 
 def test_a_heads_bias_is_no_head() -> None:

@@ -52,6 +52,7 @@ class _Visit:
     source: what is brought and written back: a buffer, or a tile or a range of it. space: where it is used. first,
     last: the ops of its first and last use. reads, writes: whether an op needs the value, and whether one changes it.
     names: the copies on the way there, the last one for the uses. start: before which op the fetch starts.
+    completed: whether a gather writes all of it. beyond: whether more than the own slice is read before that.
     """
 
     source: Ref
@@ -62,6 +63,8 @@ class _Visit:
     writes: bool = False
     names: list[str] = field(default_factory=list)
     start: int = 0
+    beyond: bool = False
+    completed: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,10 @@ class _Placing:
                 visit = self._visit(index, held, space, stays=stays)
                 visit.last = index
                 # a wait is for what the transfer before it wrote
-                visit.reads |= (ref in op.reads and not op.is_wait) or held != visit.source
+                reads = (ref in op.reads and not op.is_wait) or held != visit.source
+                visit.reads |= reads
+                visit.beyond |= reads and not (held.mine or visit.completed)
+                visit.completed |= op.gathers and ref in op.writes and held.start is None
                 visit.writes |= ref in op.writes
             elif not stays or ref in op.writes:
                 self.current.pop(held.name, None)  # a new value, which no copy has
@@ -223,13 +229,13 @@ class _Placing:
             barrier, why = self._written_before(visit), self._reason(self.ops[visit.first])
             hops = len(visit.names)
             starts = [max(barrier, self._early(visit.first, hops - n)) for n in range(hops)]
-            visit.start, source = starts[0], visit.source
+            visit.start, source = starts[0], self._fetched(visit)
             for n, (start, name) in enumerate(zip(starts, visit.names, strict=True)):
                 if n:
                     self._insert(start, FETCH_ON, make_op("wait", [Ref(source.name)], why=why))
-                move = make_op("move", [source], [self._into(visit, name)], why=why)
-                self._insert(start, FETCH_ON if n else FETCH, move)
-                source = self._into(visit, name)
+                into = replace(source, name=name) if source.mine else self._into(visit, name)
+                self._insert(start, FETCH_ON if n else FETCH, make_op("move", [source], [into], why=why))
+                source = into
             self._insert(visit.first, FETCHED, make_op("wait", [Ref(source.name)], why=why))
 
     def _reason(self, op: Op) -> str:
@@ -237,6 +243,15 @@ class _Placing:
         lends = any(self.buffers[ref.name].lent is not None for ref in op.writes)
         serves = op.gathers and self.buffers[op.target].kind == "gathered"
         return op.why if serves or lends else f"for {op.why}"
+
+    def _fetched(self, visit: _Visit) -> Ref:
+        """What a visit fetches: its source, or the own slice of it where a gather brings the rest. A slice of what lies
+        on disk begins anywhere in a page: then it is all."""
+        held = self.program.buffers[visit.source.name]
+        whole = visit.source.start is None and held.bucket is not None and held.sharded is None
+        if not whole or visit.beyond or not visit.completed or held.space == DISK:
+            return visit.source
+        return Ref(held.name, 0, self.program.buckets[held.bucket or ""].length, None, mine=True)
 
     def _into(self, visit: _Visit, name: str) -> Ref:
         """All of a copy, in the form that the visit's source has."""

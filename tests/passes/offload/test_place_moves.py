@@ -13,9 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from short_programs import buffer_lines, shown, written
+from torch import Tensor
 
-from fzero.ir.program import Program
+import fzero
+from fzero.ir.program import Program, moved_bytes
+from fzero.ir.records import DEVICE
 from fzero.passes.offload.place_moves import place_moves
 
 TILE = "[0:512:mine:{0}*128]"
@@ -231,3 +235,27 @@ def test_golden(case: str, golden: Callable[[str, str], None]) -> None:
 def test_a_program_without_copies_of_what_is_held_elsewhere_is_itself() -> None:
     program = step(SHARDED.partition("    move")[0] + "run x -> h", "p2p")
     assert place_moves(program) is program
+
+
+@pytest.mark.parametrize(("zero", "update_on"), [(1, "cpu"), (1, "device"), (2, "cpu")])
+def test_an_update_of_whole_parameters_fetches_the_own_slice(zero: int, update_on: str) -> None:
+    """The gather behind it brings the rest: of n ranks each fetches 1/n of the parameters, beside those of its layers.
+    So with 4 ranks it is a quarter of the parameters less than with 2. (At stage 2 on the device some updates find the
+    copy of their layer's backward.)"""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for w in p["layers"]:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    params = {"layers": [torch.empty(64, 64, device="meta") for _ in range(4)]}
+    spec = fzero.Spec(
+        loss=loss, optimizer=fzero.optim.sgd(0.1), zero=zero, offload={"params": "cpu"}, update_on=update_on
+    )
+
+    def fetched(ranks: int) -> int:
+        program = fzero.lower(spec, params, torch.empty(8, 64, device="meta"), world_size=ranks).program
+        up = [op for op in program.ops if op.moves and program.buffers[op.reads[0].name].kind == "param"]
+        return sum(moved_bytes(program, op) for op in up if program.buffers[op.target].space == DEVICE)
+
+    assert fetched(2) - fetched(4) == 4 * 64 * 64 * 4 // 4
