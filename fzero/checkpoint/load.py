@@ -94,6 +94,7 @@ def load(
     >>> again.step, again.params["w"].full().tolist()
     (1, [0.8999999761581421, 0.8999999761581421])
     """
+    ambient.check_outside("fzero.load")
     _check_given(spec, like, per_rank)
     if isinstance(like, State):
         return _into(like, Path(dir), strict, disk or Disk())

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from fzero import progress, tree
 from fzero._torch_compat import default_store, forget_fakes
+from fzero.capture import ambient
 from fzero.capture.reads.noted import own_changes_forgotten
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
@@ -88,6 +90,7 @@ class Session:
     inputs: dict[Any, frozenset[str]] = field(default_factory=dict)
     last_key: Any = None
     last_program: Program | None = None
+    turn: threading.RLock = field(default_factory=threading.RLock, repr=False)  # of the thread whose call runs
 
     @cached_property
     def costs(self) -> Costs:
@@ -281,19 +284,23 @@ class Session:
     def whole(self, leaves: Sequence[ShardedTensor], joined: bool = True) -> list[torch.Tensor]:
         """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
         leaves. joined: see `LeafGathers.gathered`."""
-        failure: Exception | None = None
-        try:
-            for leaf in leaves:
-                leaf.life.check(leaf.path)
-        except DonatedError as error:
-            failure = error
-        asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
-        part = "whole" if joined else "part by dims"
-        request = f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
-        agree(self.rank, self.world_size, request, asked, self.group, failure)
-        with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
-            gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
-            return gathers.gathered([leaf.leaf for leaf in leaves], joined)
+        ambient.check_outside("fzero.unshard or .full()")
+        with self.turn:
+            failure: Exception | None = None
+            try:
+                for leaf in leaves:
+                    leaf.life.check(leaf.path)
+            except DonatedError as error:
+                failure = error
+            asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
+            part = "whole" if joined else "part by dims"
+            request = (
+                f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
+            )
+            agree(self.rank, self.world_size, request, asked, self.group, failure)
+            with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
+                gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
+                return gathers.gathered([leaf.leaf for leaf in leaves], joined)
 
 
 def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
@@ -324,6 +331,11 @@ def session_of(state: State) -> Session:
     """The session that a state belongs to."""
     assert isinstance(state.runtime, Session)
     return state.runtime
+
+
+def turn_of(state: Any) -> AbstractContextManager[object]:
+    """For a call that runs on a state's memory: it waits for those of other threads, which use the same memory."""
+    return session_of(state).turn if isinstance(state, State) else nullcontext()
 
 
 def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
