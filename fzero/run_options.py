@@ -39,3 +39,6 @@ class RunOptions:
         except RuntimeError:
             known = False
         needs(known, "device", self.device, "a device's name, as 'cuda' or 'cpu'")
+        meta = self.device is not None and torch.device(self.device).type == "meta"
+        needed = "a device with memory, as 'cuda' or 'cpu'. To plan without memory give fzero.lower meta tensors"
+        needs(not meta, "device", self.device, needed)
