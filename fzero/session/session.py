@@ -36,7 +36,7 @@ from fzero.runtime import compile_segments
 from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
-from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
+from fzero.session.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.session.leaf_gathers import LeafGathers
 from fzero.spec import Spec
 from fzero.state.homes import Homes
@@ -122,7 +122,7 @@ class Session:
         steps, or of the evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
         if fn is not None:
             key = key_of(batch["batch"], self.device)  # so that errors name its leaves
-            return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
+            return self._evaluation(fn, batch, (Called(fn), key, batch["key"] is None))
         phase = self.phase(step)
         key = key_of(batch, self.device, phase)
         self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
@@ -154,9 +154,10 @@ class Session:
         """
         if not has_plain(batch):
             return batch
-        inputs = self.inputs.get(fn, frozenset())
+        called = None if fn is None else Called(fn)
+        inputs = self.inputs.get(called, frozenset())
         batch = with_tensors(batch, inputs, self.device)
-        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] is fn]
+        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] == called]
         changes = [*changed(key_of(batch, self.device, self.phase(step) if fn is None else ""), keys)]
         check_strings(changes)
         for path, before, now in changes:
@@ -166,11 +167,11 @@ class Session:
                 "few values decide the program", leaf_name("batch", path), before.text, now.text,
             )  # fmt: skip
             self.last_key = None
-            self.inputs[fn] = inputs = inputs | {path}
+            self.inputs[called] = inputs = inputs | {path}
         return with_tensors(batch, inputs, self.device)
 
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
-        of_fn = [other for other in self.evaluations if other[0] is fn]
+        of_fn = [other for other in self.evaluations if other[0] == key[0]]
         self._drop_changed(self.evaluations, [key] if key in self.evaluations else of_fn)
         lowered = self.evaluations[key] if key in self.evaluations else self._lowered(batch, fn)
         self.evaluations = _with_last(self.evaluations, key, lowered)
@@ -196,10 +197,11 @@ class Session:
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
+        called = None if fn is None else Called(fn)
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             rates = self.transport.rates
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
-            with own_changes_forgotten(others), _numbers_named(self.inputs.get(fn, frozenset())):
+            with own_changes_forgotten(others), _numbers_named(self.inputs.get(called, frozenset())):
                 name = self.transport.name
                 lowered = checked_step(self.spec, state, batch, self.plan, name, fn, costs, rates, phase=phase)
         forget_fakes(MAX_FAKES)

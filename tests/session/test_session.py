@@ -143,7 +143,7 @@ def test_a_number_of_an_evaluation_that_changes_is_a_tensor_there(caplog: pytest
         runtime.compiled({"batch": given, "key": None}, scored)
     assert isinstance(given["n"], torch.Tensor)
     assert "batch['n'] was float 2.0, is float 3.0" in caplog.text
-    assert runtime.inputs == {scored: frozenset({"n"})}
+    assert runtime.inputs == {session.Called(scored): frozenset({"n"})}
 
 
 def test_a_number_that_changes_within_a_phase_is_a_tensor_too() -> None:
