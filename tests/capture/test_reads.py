@@ -627,6 +627,24 @@ def test_functions_of_one_code_are_watched_each() -> None:
         fzero.step(state, X)
 
 
+def test_a_line_that_is_not_the_last_reads_of_what_it_makes() -> None:
+    """A new object in the place of one that was read so was no change, and the old one's numbers stayed."""
+    config = types.SimpleNamespace(rates=[{"a": 1.0}, {"a": 2.0}])
+
+    def loss(p, b):
+        rates = config.rates; rate = rates[1]  # noqa: E702  # fmt: skip
+        both = (last := config.rates[0])["a"] * last["a"]
+        return (b @ p["w"]).mean() * rate["a"] * both
+
+    state = fzero.step(state_of(loss), X)
+    config.rates = [{"a": 1.0}, {"a": 2.0}]
+    state = fzero.step(state, X)
+    for rates in ([{"a": 1.0}, {"a": 7.0}], [{"a": 7.0}, {"a": 2.0}]):
+        config.rates = rates
+        with pytest.raises(CaptureError, match=r"config\.rates, which loss"):
+            fzero.step(state, X)
+
+
 def test_lines_that_make_what_they_read_and_classes_by_type() -> None:
     config, table = types.SimpleNamespace(alpha=1.0), {"a": 1.0, "b": 2.0}
     module = types.ModuleType("read_once_config")
