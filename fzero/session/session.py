@@ -351,6 +351,8 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     try:
         with session_of(state).presence.running(lambda: bound.position, bound.where):
             session_of(state).copies.refresh(bound.program)
+            for tensor in lowered.graph.closed:
+                tensor.refresh()
             metrics = bound.run(tensors, watch)
         session_of(state).copies.wrote(bound.program)
     except BaseException as error:

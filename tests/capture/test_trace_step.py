@@ -156,7 +156,7 @@ def test_a_dtype_that_torch_has_no_kernel_for_has_a_remedy() -> None:
 
 def test_microbatches_of_no_batch_name_what_a_spec_has() -> None:
     spec = fzero.Spec(loss=lambda p, b: p["w"].sum(), optimizer=fzero.optim.sgd(0.1), microbatches=2)
-    with pytest.raises(CaptureError, match="give the batch there, and not by closure"):
+    with pytest.raises(CaptureError, match="Without a batch leave microbatches= out"):
         fzero.lower(spec, {"w": torch.ones(2)}, None)
 
 
