@@ -86,6 +86,7 @@ def capture(
             gm = trace(tracing, flat, inputs, names)
         reads = reading.noted()
         constants, closed = _lift(tracing, gm)
+        reads = reads.with_tensors([x for one in closed if (x := one.tensor()) is not None])
     fold_updates(gm)
     segments.normalised(gm)
     fed, known = tuple(itertools.compress(batch_paths, is_tensor)), tracing.known.baked(tracing.fns)
