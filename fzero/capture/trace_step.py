@@ -26,6 +26,7 @@ from fzero.capture.graph import Graph, PerRank
 from fzero.capture.known import Closed
 from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import describe, found_name
+from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.reading import Reading
 from fzero.capture.static import opened
 from fzero.capture.tracing import lifted, trace
@@ -84,9 +85,7 @@ def capture(
     with while_active(tracing):
         with reading:
             gm = trace(tracing, flat, inputs, names)
-        reads = reading.noted()
-        constants, closed = _lift(tracing, gm)
-        reads = reads.with_tensors([x for one in closed if (x := one.tensor()) is not None])
+        constants, closed, reads = _lift(tracing, gm, reading.noted())
     fold_updates(gm)
     segments.normalised(gm)
     fed, known = tuple(itertools.compress(batch_paths, is_tensor)), tracing.known.baked(tracing.fns)
@@ -166,9 +165,11 @@ def _back(old: torch.Tensor, new: torch.Tensor) -> str:
     return f"Cast or reshape it back{keep_hint if narrowed else ''}"
 
 
-def _lift(tracing: Tracing, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor], tuple[Closed, ...]]:
+def _lift(
+    tracing: Tracing, gm: fx.GraphModule, reads: Reads
+) -> tuple[dict[str, torch.Tensor], tuple[Closed, ...], Reads]:
     """Makes closed-over tensors placeholders. Returns what a program reads by name, in the order of the placeholders,
-    and where it comes from."""
+    where it comes from, and `reads` with the modules that hold it."""
     before = len(fx_nodes.placeholders(gm.graph))
     constants: dict[str, torch.Tensor] = {}
     closed: list[Closed] = []
@@ -180,4 +181,4 @@ def _lift(tracing: Tracing, gm: fx.GraphModule) -> tuple[dict[str, torch.Tensor]
         if not (value.is_meta or is_fake(value)):
             closed.append(Closed.of(value, constants[name], name))
         node.meta["val"] = fake_like(tracing.mode, value)
-    return constants, tuple(closed)
+    return constants, tuple(closed), reads.with_tensors(values)

@@ -94,7 +94,6 @@ def load(
     >>> again.step, again.params["w"].full().tolist()
     (1, [0.8999999761581421, 0.8999999761581421])
     """
-    ambient.check_outside("fzero.load")
     _check_given(spec, like, per_rank)
     if isinstance(like, State):
         return _into(like, Path(dir), strict, disk or Disk())
@@ -179,6 +178,7 @@ def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], keep: set[
 
 def _check_given(spec: Spec | None, like: Any, per_rank: str) -> None:
     """Raises SpecError for arguments that say two things, or none that is known."""
+    ambient.check_outside("fzero.load")
     if per_rank not in (KEEP, MEAN):
         raise SpecError(f"fzero.load(per_rank={per_rank!r}): needed {KEEP!r} or {MEAN!r}")
     if isinstance(like, State) and per_rank != KEEP:

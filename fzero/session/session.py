@@ -121,8 +121,7 @@ class Session:
         """The program for a batch of this structure, shapes, dtypes and static values: that of the step after `step`
         steps, or of the evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
         if fn is not None:
-            key = key_of(batch["batch"], self.device)  # so that errors name its leaves
-            return self._evaluation(fn, batch, (Called(fn), key, batch["key"] is None))
+            return self._evaluation(fn, batch, (_called(fn), key_of(batch["batch"], self.device), batch["key"] is None))
         phase = self.phase(step)
         key = key_of(batch, self.device, phase)
         self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
@@ -154,10 +153,9 @@ class Session:
         """
         if not has_plain(batch):
             return batch
-        called = None if fn is None else Called(fn)
-        inputs = self.inputs.get(called, frozenset())
+        inputs = self.inputs.get(_called(fn), frozenset())
         batch = with_tensors(batch, inputs, self.device)
-        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] == called]
+        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] == _called(fn)]
         changes = [*changed(key_of(batch, self.device, self.phase(step) if fn is None else ""), keys)]
         check_strings(changes)
         for path, before, now in changes:
@@ -167,7 +165,7 @@ class Session:
                 "few values decide the program", leaf_name("batch", path), before.text, now.text,
             )  # fmt: skip
             self.last_key = None
-            self.inputs[called] = inputs = inputs | {path}
+            self.inputs[_called(fn)] = inputs = inputs | {path}
         return with_tensors(batch, inputs, self.device)
 
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
@@ -197,11 +195,10 @@ class Session:
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
         state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
-        called = None if fn is None else Called(fn)
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             rates = self.transport.rates
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
-            with own_changes_forgotten(others), _numbers_named(self.inputs.get(called, frozenset())):
+            with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
                 name = self.transport.name
                 lowered = checked_step(self.spec, state, batch, self.plan, name, fn, costs, rates, phase=phase)
         forget_fakes(MAX_FAKES)
@@ -303,6 +300,11 @@ class Session:
             with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
                 gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
                 return gathers.gathered([leaf.leaf for leaf in leaves], joined)
+
+
+def _called(fn: Callable[..., Any] | None) -> Called | None:
+    """A function of an evaluation as part of a key; None of the step."""
+    return None if fn is None else Called(fn)
 
 
 def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
