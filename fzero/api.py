@@ -21,7 +21,7 @@ from fzero.compile.state_recipe import check_key, recipe_for
 from fzero.errors import DonatedError, NonFiniteError, TreeError, leaf_name
 from fzero.hardware import Hardware
 from fzero.session.interrupts import keeps_state
-from fzero.session.session import execute, session_of
+from fzero.session.session import execute, session_of, turn_of
 from fzero.session.world import World
 from fzero.spec import Spec
 from fzero.state.first_state import fingerprint
@@ -88,8 +88,9 @@ def step(state: State, batch: Any) -> State:
     >>> float(state.metrics["loss"]), state.step, state.params["w"].full().tolist()
     (1.0, 1, [0.8999999761581421, 0.8999999761581421])
     """
-    lowered, batch = agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
-    return advanced(state, lowered, execute(state, lowered, batch))
+    with turn_of(state):
+        lowered, batch = agreed("step", f"step {state.step + 1}" if isinstance(state, State) else "", state, batch)
+        return advanced(state, lowered, execute(state, lowered, batch))
 
 
 def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
@@ -138,8 +139,9 @@ def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Ten
         )
     check_key("evaluate", key)
     inputs = {"batch": batch, "key": key}
-    lowered, inputs = agreed("evaluate", "an evaluation", state, inputs, fn)
-    return execute(state, lowered, inputs)["result"]
+    with turn_of(state):
+        lowered, inputs = agreed("evaluate", "an evaluation", state, inputs, fn)
+        return execute(state, lowered, inputs)["result"]
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -149,6 +151,7 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
     """(the program to run, the batch as plain dicts), once every rank has the same one and no rank failed before."""
     if not isinstance(state, State):
         raise TreeError(f"fzero.{name} needs the State that fzero.init returned, got {type(state).__name__}")
+    ambient.check_outside(f"fzero.{name}")
     runtime = session_of(state)
     failure: BaseException | None = None
     lowered: Lowered | None = None

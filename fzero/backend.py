@@ -161,6 +161,15 @@ BACKENDS = {backend.name: backend for backend in (CPU, CUDA)}
 UNKNOWN = Backend("unknown", HostCalls(), chunk=1 << 22)  # of any other device, as "meta": nothing is known of it
 
 
+def has_memory(device: torch.device | str) -> bool:
+    """Whether tensors of a device hold values.
+
+    >>> has_memory("cpu"), has_memory("meta")
+    (True, False)
+    """
+    return torch.device(device).type != "meta"
+
+
 def of(device: torch.device | str) -> Backend:
     """The record of a device.
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+NO_KERNEL = (
+    "torch has no kernel of this op for the dtype of its operands on this device. Compute it in a wider one, as in "
+    "op(x.float()).to(x.dtype)"
+)
+
 
 class FzeroError(Exception):
     """Every error of fzero."""

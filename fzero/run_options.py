@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fzero import backend
 from fzero.field_checks import choice, needs
 
 
@@ -39,3 +40,6 @@ class RunOptions:
         except RuntimeError:
             known = False
         needs(known, "device", self.device, "a device's name, as 'cuda' or 'cpu'")
+        real = self.device is None or backend.has_memory(self.device)
+        needed = "a device with memory, as 'cuda' or 'cpu'. To plan without memory give fzero.lower meta tensors"
+        needs(real, "device", self.device, needed)

@@ -70,6 +70,7 @@ __all__ = [
     "distributions_unchecked",
     "forward_number",
     "fx_tracing",
+    "gradient_hooks",
     "graph_module",
     "in_functorch",
     "in_make_fx",
@@ -265,6 +266,11 @@ def backward_number() -> int | None:
 def saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors are active around the caller (2.11.0, 2.13.0)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def gradient_hooks(x: torch.Tensor) -> bool:
+    """Whether a tensor has hooks that run when autograd has its gradient (2.11.0, 2.13.0)."""
+    return bool(x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None))
 
 
 @contextmanager

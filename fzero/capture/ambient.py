@@ -8,7 +8,8 @@
 | backends, the dtype that an autocast without one takes              | value traces a new program                  |
 | modes of torch functions or dispatch, hooks on saved tensors        | refused where a program is traced, which    |
 |                                                                     | would keep what they change                 |
-| anomaly detection (of a step), torch.func transforms, tracers       | refused                                     |
+| anomaly detection (of a step), torch.func transforms, tracers,      | refused                                     |
+| a trace of fzero itself                                             |                                             |
 
 A setting that the user's own functions enter has its usual effect inside them.
 """
@@ -25,6 +26,7 @@ import torch
 
 from fzero import backend
 from fzero._torch_compat import ambient_modes, autocast_left, in_functorch, in_make_fx, saved_tensor_hooks
+from fzero.capture import context
 from fzero.errors import CaptureError
 
 log = logging.getLogger("fzero")
@@ -87,6 +89,19 @@ def check(name: str, *, backward: bool = False) -> None:
             f"torch.autograd's anomaly detection is on, and fzero.{name} runs a backward that was traced before, where "
             f"it would find nothing. Switch it off around fzero.{name} (torch.autograd.set_detect_anomaly(False)); "
             "Spec(nonfinite='raise') ends at a gradient that is not finite"
+        )
+
+
+def check_outside(call: str) -> None:
+    """Raises CaptureError where a step is traced: in a loss, a step or what these call. `call` is what is called.
+
+    It comes before ranks agree on that call: they agree on the step that is traced, and on its error.
+    """
+    if context.active() is not None:
+        raise CaptureError(
+            f"{call} is called inside a loss or a step, which is traced once: it would run then, and not at each step. "
+            "Call it outside, and pass what it returns in the batch. The parameters are the loss's first argument; "
+            "inside a custom step an evaluation is fzero.forward(fn)(params, batch)"
         )
 
 

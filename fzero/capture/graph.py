@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.capture.known import Baked
+from fzero.capture.known import Baked, Closed
 from fzero.capture.reads.noted import Reads
 from fzero.ir.records import ALIGN
 
@@ -60,6 +60,7 @@ class Graph:
     varying_metrics: the names of the metrics that may differ between ranks.
     baked: closed-over tensors whose values have decided the graph.
     reads: what else of Python the step has read, to be compared before it runs.
+    closed: the closed-over tensors that `constants` hold the memory of.
     """
 
     gm: fx.GraphModule
@@ -72,6 +73,7 @@ class Graph:
     varying_metrics: tuple[str, ...]
     baked: tuple[Baked, ...] = ()
     reads: Reads = field(default_factory=Reads)
+    closed: tuple[Closed, ...] = ()
 
     def rewritten(self, rewrite: Callable[[fx.GraphModule], fx.GraphModule], update: bool = False) -> Graph:
         """The step with each region's graph rewritten, and with `update` the graph around them too."""
@@ -80,8 +82,8 @@ class Graph:
 
     def change(self) -> tuple[str, str] | None:
         """(what the step read from Python and is another now, the remedy); None if all is as it was."""
-        changes = (baked.change() for baked in self.baked)
-        return next((change for change in changes if change), None) or self.reads.change()
+        tensors: tuple[Baked | Closed, ...] = (*self.baked, *self.closed)
+        return next((change for tensor in tensors if (change := tensor.change())), None) or self.reads.change()
 
 
 @dataclass(frozen=True)

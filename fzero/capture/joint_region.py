@@ -124,7 +124,8 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
     if num > 1 and not any(sliced):
         raise CaptureError(
             f"microbatches={num} cuts the batch along dim 0, but argument {int(prefix.split('/')[1]) + 1} after the "
-            "parameters has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum"
+            "parameters has no tensor to cut: pass the batch as an argument (not by closure), or set batch_argnum (of "
+            "fzero.value_and_grad). Without a batch leave microbatches= out"
         )
     for cut, path, leaf in zip(sliced, paths, leaves, strict=True):
         if cut and (leaf.shape[0] % num or not leaf.shape[0]):

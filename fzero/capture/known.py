@@ -52,6 +52,42 @@ class Baked:
 
 
 @dataclass
+class Closed:
+    """A closed-over tensor whose memory a program reads at each step.
+
+    memory: its address when it was traced. held: what the program reads: the same memory, or a copy where the tensor
+    is not contiguous.
+    """
+
+    tensor: weakref.ref[torch.Tensor]
+    memory: int
+    held: torch.Tensor
+    name: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, held: torch.Tensor, name: str) -> Closed:
+        """Of a tensor with memory."""
+        return cls(weakref.ref(tensor), tensor.data_ptr(), held, name)
+
+    def change(self) -> tuple[str, str] | None:
+        """(what was given other memory since, the remedy); None if it was not."""
+        tensor = self.tensor()
+        if tensor is None or tensor.data_ptr() == self.memory:
+            return None
+        return (
+            f"{self.name} is closed over and was given other memory since the step was traced (x.data = y, x.set_(y), "
+            "module.to(dtype)): the program would read the old one",
+            "Write into it: x.copy_(y), or module.load_state_dict(...)",
+        )
+
+    def refresh(self) -> None:
+        """Copies what is read as a copy."""
+        tensor = self.tensor()
+        if tensor is not None and self.held.data_ptr() != self.memory:
+            self.held.copy_(tensor.detach())
+
+
+@dataclass
 class Known:
     """The real values of one trace. Only its methods write to it."""
 

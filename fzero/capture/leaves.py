@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fzero._torch_compat import FakeTensorMode, fake_empty
+from fzero._torch_compat import FakeTensorMode, fake_empty, gradient_hooks
 from fzero.capture.remedies import SPARSE
 from fzero.errors import TreeError, leaf_name
 from fzero.ir.records import DTYPE_NAMES, buffer_name
@@ -22,12 +22,27 @@ def check_names(tree_name: str, paths: Sequence[str]) -> None:
     path_of: dict[str, str] = {}
     for path in paths:
         name = buffer_name(path)
+        if path_of.get(name) == path:
+            raise TreeError(
+                f"two leaves are named {leaf_name(tree_name, path)}: a key that holds a / is read as a dict within a "
+                "dict. Rename a key"
+            )
         if name in path_of:
             raise TreeError(
                 f"{leaf_name(tree_name, path_of[name])} and {leaf_name(tree_name, path)} have one name in the "
                 "program: rename a key"
             )
         path_of[name] = path
+
+
+def check_hooks(name: str, value: torch.Tensor) -> None:
+    """Raises TreeError for a parameter with hooks on its gradient, which no step would call."""
+    if value.requires_grad and gradient_hooks(value):
+        raise TreeError(
+            f"{name} has hooks on its gradient (register_hook, register_post_accumulate_grad_hook): no step calls "
+            "them. Remove them, handle.remove(), and change the gradient in a transformation before the optimizer, as "
+            "fzero.optim.chain(yours, optimizer)"
+        )
 
 
 def check_leaf(name: str, value: torch.Tensor) -> None:

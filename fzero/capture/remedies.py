@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fzero.errors import NO_KERNEL
+
 SPARSE = (
     "The tensors of a step are dense. Pass a sparse matrix as its indices and values, in the batch or closed over; "
     "a @ x is then torch.zeros(rows, x.shape[1]).index_add(0, row, value[:, None] * x[column])"
@@ -66,6 +68,8 @@ TORCH_SAYS = {
     "backward through the graph a second time": "a graph that backward() or autograd.grad has freed is needed again. "
     "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss write "
     "torch.autograd.grad(y, x, create_graph=True)",
+    "\" not implemented for '": NO_KERNEL,
+    "Unsupported dtype": NO_KERNEL,
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

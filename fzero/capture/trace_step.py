@@ -19,12 +19,14 @@ import torch
 from torch import fx
 
 from fzero import tree
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.capture.context import Tracing, while_active
 from fzero.capture.fold_updates import fold_updates
 from fzero.capture.graph import Graph, PerRank
+from fzero.capture.known import Closed
 from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import describe, found_name
+from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.reading import Reading
 from fzero.capture.static import opened
 from fzero.capture.tracing import lifted, trace
@@ -83,14 +85,14 @@ def capture(
     with while_active(tracing):
         with reading:
             gm = trace(tracing, flat, inputs, names)
-        reads = reading.noted()
-        constants = _lift(tracing, gm)
+        constants, closed, reads = _lift(tracing, gm, reading.noted())
     fold_updates(gm)
     segments.normalised(gm)
     fed, known = tuple(itertools.compress(batch_paths, is_tensor)), tracing.known.baked(tracing.fns)
     graph = Graph(
-        gm, tuple(tracing.regions), tuple(state_paths), fed, constants, metric_names, metrics_treedef, (), known, reads
-    )
+        gm, tuple(tracing.regions), tuple(state_paths), fed, constants, metric_names, metrics_treedef, (), known, reads,
+        closed,
+    )  # fmt: skip
     without_equal(graph, per_rank)
     return replace(graph, varying_metrics=varying_metrics(graph, per_rank))
 
@@ -163,14 +165,20 @@ def _back(old: torch.Tensor, new: torch.Tensor) -> str:
     return f"Cast or reshape it back{keep_hint if narrowed else ''}"
 
 
-def _lift(tracing: Tracing, gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Makes closed-over tensors placeholders; returns them by name, in the order of the placeholders."""
+def _lift(
+    tracing: Tracing, gm: fx.GraphModule, reads: Reads
+) -> tuple[dict[str, torch.Tensor], tuple[Closed, ...], Reads]:
+    """Makes closed-over tensors placeholders. Returns what a program reads by name, in the order of the placeholders,
+    where it comes from, and `reads` with the modules that hold it."""
     before = len(fx_nodes.placeholders(gm.graph))
     constants: dict[str, torch.Tensor] = {}
+    closed: list[Closed] = []
     values = lifted(gm, before)
     for node, value in zip(fx_nodes.placeholders(gm.graph)[before:], values, strict=True):
         name = tracing.static.get(id(value)) or found_name(value, tracing.fns) or f"{describe(value)}"
         name = name if name not in constants else f"{name}#{len(constants)}"
         constants[name] = value.detach().contiguous()  # as its fake is
+        if not (value.is_meta or is_fake(value)):
+            closed.append(Closed.of(value, constants[name], name))
         node.meta["val"] = fake_like(tracing.mode, value)
-    return constants
+    return constants, tuple(closed), reads.with_tensors(values)

@@ -178,6 +178,7 @@ def wanted(plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], keep: set[
 
 def _check_given(spec: Spec | None, like: Any, per_rank: str) -> None:
     """Raises SpecError for arguments that say two things, or none that is known."""
+    ambient.check_outside("fzero.load")
     if per_rank not in (KEEP, MEAN):
         raise SpecError(f"fzero.load(per_rank={per_rank!r}): needed {KEEP!r} or {MEAN!r}")
     if isinstance(like, State) and per_rank != KEEP:

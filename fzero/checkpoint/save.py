@@ -30,6 +30,7 @@ import torch
 
 from fzero import backend, progress
 from fzero._version import __version__
+from fzero.capture import ambient
 from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
 from fzero.checkpoint.ranks import Ranks
@@ -41,7 +42,7 @@ from fzero.disk.calls import Disk
 from fzero.errors import CheckpointError, DonatedError, TreeError
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.planner.chosen import chosen_of
-from fzero.session.session import session_of
+from fzero.session.session import session_of, turn_of
 from fzero.state import storage
 from fzero.state.order import cuts
 from fzero.state.state import State
@@ -109,19 +110,21 @@ def save(
         raise TreeError(f"fzero.save needs a State, got {type(state).__name__}: call fzero.save(state, directory)")
     runtime = session_of(state)
     on_host = backend.of(runtime.device).on_host
-    agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of them steps
-    try:
-        return _write(
-            runtime.rank,
-            runtime.world_size,
-            lambda: _of(state, extra, copy=not on_host, reuse=None),
-            Path(directory),
-            keep,
-            runtime.group,
-            disk or Disk(),
-        )
-    finally:
-        heartbeat.of(runtime.group).leave()
+    ambient.check_outside("fzero.save")
+    with turn_of(state):  # and no thread of this rank steps meanwhile
+        agree(runtime.rank, runtime.world_size, "save", "", runtime.group)  # and none of the others
+        try:
+            return _write(
+                runtime.rank,
+                runtime.world_size,
+                lambda: _of(state, extra, copy=not on_host, reuse=None),
+                Path(directory),
+                keep,
+                runtime.group,
+                disk or Disk(),
+            )
+        finally:
+            heartbeat.of(runtime.group).leave()
 
 
 def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) -> Snapshot:
@@ -133,7 +136,8 @@ def snapshot(state: State, *, extra: Any = None, reuse: Snapshot | None = None) 
     """
     if not isinstance(state, State):
         raise TreeError(f"fzero.checkpoint.snapshot needs a State, got {type(state).__name__}")
-    return _of(state, extra, copy=True, reuse=reuse)
+    with turn_of(state):
+        return _of(state, extra, copy=True, reuse=reuse)
 
 
 def write(

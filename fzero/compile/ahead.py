@@ -86,6 +86,7 @@ def lower_again(
 ) -> Lowered:
     """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified: as in
     `checked_step`."""
+    ambient.check_outside("fzero.lower")
     ambient.check("lower", backward=True)
     batch_like = tree.plain(batch_like)
     check_spec("lower", spec)

@@ -13,7 +13,7 @@ from fzero._torch_compat import is_fake
 from fzero.capture import ambient
 from fzero.capture.graph import PerRank
 from fzero.capture.joint import asks_key
-from fzero.capture.leaves import check_leaf
+from fzero.capture.leaves import check_hooks, check_leaf, check_names
 from fzero.compile.collector import collector_paused
 from fzero.errors import TreeError, leaf_name
 from fzero.precision import DTYPES, LOW
@@ -56,11 +56,13 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
             full[i] = replace(leaves[i], value=x) if isinstance(leaves[i], PerRank) else x
         return _whole(spec, tree.unflatten(treedef, full), xs[-1] if wants else None)
 
+    check_names("params" if spec.loss is not None else "state", paths)
     if spec.loss is not None:
         _check_apart(paths, leaves)
     inputs = [getattr(leaves[i], "value", leaves[i]).detach() for i in tensors]
     for i, value in zip(tensors, inputs, strict=True):
         check_leaf(leaf_name("params", paths[i]), value)
+        check_hooks(leaf_name("params", paths[i]), getattr(leaves[i], "value", leaves[i]))
     inputs = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in inputs]
     recipe = Recipe(whole, [*inputs, start] if wants else inputs, device, ranks)
     if source is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fzero.capture.leaves import check_hooks
 from fzero.capture.provenance import describe
 from fzero.errors import TreeError
 
@@ -46,7 +47,8 @@ def unusable(module: nn.Module) -> None:
 
 
 def _check_parameter(label: str, value: Tensor) -> None:
-    """Raises TreeError for a parameter that is lazy, wrapped or not floating. `label` is its name in the message."""
+    """Raises TreeError for a parameter that is lazy, wrapped, not floating, or has hooks on its gradient. `label` is
+    its name in the message."""
     if is_lazy(value):
         raise TreeError(_lazy(label))
     if type(value) not in (nn.Parameter, Tensor):
@@ -59,6 +61,7 @@ def _check_parameter(label: str, value: Tensor) -> None:
             f"{label} is {describe(value)}: no gradient exists for it. Quantised weights do not train: load the model "
             "without quantisation; what is no weight, register as a buffer"
         )
+    check_hooks(label, value)
 
 
 def _lazy(label: str) -> str:

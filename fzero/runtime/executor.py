@@ -24,6 +24,7 @@ from torch import fx
 from fzero._torch_compat import below_autograd
 from fzero.codegen import bind, inplace, segment_memory
 from fzero.comm.protocol import Comm
+from fzero.errors import NO_KERNEL
 from fzero.ir import fx_nodes
 from fzero.ir.liveness import waits_with_settle
 from fzero.ir.messages import forms
@@ -148,6 +149,8 @@ class Executor:
                     watch(position)
         except Exception as error:
             error.add_note(f"in {self.where()}")
+            if isinstance(error, NotImplementedError):
+                error.add_note(NO_KERNEL)
             raise
 
     # --- binding

@@ -11,8 +11,8 @@ changes and is not marked is refused.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,25 @@ from fzero.errors import TreeError, leaf_name
 
 NUMBERS, STRINGS = (int, float), (str, bytes)
 Key = tuple[Any, ...]
+
+
+class Called:
+    """A function as part of a key, equal to itself alone, and a method to that of the same object.
+
+    Its own == may be that of an object that does not compare all that it computes with, or come without a hash.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.parts = (fn.__self__, fn.__func__) if isinstance(fn, types.MethodType) else (fn,)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Called) and self._ids() == other._ids()
+
+    def __hash__(self) -> int:
+        return hash(self._ids())
+
+    def _ids(self) -> tuple[int, ...]:
+        return tuple(map(id, self.parts))
 
 
 class Plain(NamedTuple):
@@ -159,4 +178,23 @@ def _entry(name: str, leaf: Any) -> Any:
             "dict, a tuple or a named tuple of tensors, or register the class with "
             "optree.register_pytree_node(..., namespace='fzero')"
         )
-    return (type(leaf), leaf)
+    return (type(leaf), leaf, _exact(name, leaf))
+
+
+def _exact(name: str, value: Any) -> Any:
+    """What is equal for values alone that no function tells apart: 1 is equal to True and 0.0 to -0.0, also in a
+    dataclass, which may leave fields out of its comparison too. Raises TreeError for a value without a hash."""
+    if (kind := _kind(value)) is not None:
+        return Plain(kind, describe(value))
+    if isinstance(value, (tuple, frozenset)):
+        held = tuple if isinstance(value, tuple) else frozenset
+        return (type(value), held(_exact(name, x) for x in value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value), *(_exact(name, getattr(value, field.name)) for field in fields(value)))
+    try:
+        hash(value)
+    except TypeError:
+        raise TreeError(
+            f"{name} holds a {type(value).__name__}, which could change unseen: needed hashable values"
+        ) from None
+    return (type(value), value)

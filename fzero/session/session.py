@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from fzero import progress, tree
 from fzero._torch_compat import default_store, forget_fakes
+from fzero.capture import ambient
 from fzero.capture.reads.noted import own_changes_forgotten
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
@@ -34,7 +36,7 @@ from fzero.runtime import compile_segments
 from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
-from fzero.session.batch_key import changed, check_strings, difference, has_plain, key_of, with_tensors
+from fzero.session.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.session.leaf_gathers import LeafGathers
 from fzero.spec import Spec
 from fzero.state.homes import Homes
@@ -88,6 +90,7 @@ class Session:
     inputs: dict[Any, frozenset[str]] = field(default_factory=dict)
     last_key: Any = None
     last_program: Program | None = None
+    turn: threading.RLock = field(default_factory=threading.RLock, repr=False)  # of the thread whose call runs
 
     @cached_property
     def costs(self) -> Costs:
@@ -118,8 +121,7 @@ class Session:
         """The program for a batch of this structure, shapes, dtypes and static values: that of the step after `step`
         steps, or of the evaluation of `fn`. The last MAX_EVALUATIONS evaluations are kept."""
         if fn is not None:
-            key = key_of(batch["batch"], self.device)  # so that errors name its leaves
-            return self._evaluation(fn, batch, (fn, key, batch["key"] is None))
+            return self._evaluation(fn, batch, (_called(fn), key_of(batch["batch"], self.device), batch["key"] is None))
         phase = self.phase(step)
         key = key_of(batch, self.device, phase)
         self._drop_changed(self.programs, [key] if key in self.programs else [*self.programs])
@@ -151,9 +153,9 @@ class Session:
         """
         if not has_plain(batch):
             return batch
-        inputs = self.inputs.get(fn, frozenset())
+        inputs = self.inputs.get(_called(fn), frozenset())
         batch = with_tensors(batch, inputs, self.device)
-        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] is fn]
+        keys = self.programs if fn is None else [key[1] for key in self.evaluations if key[0] == _called(fn)]
         changes = [*changed(key_of(batch, self.device, self.phase(step) if fn is None else ""), keys)]
         check_strings(changes)
         for path, before, now in changes:
@@ -163,11 +165,11 @@ class Session:
                 "few values decide the program", leaf_name("batch", path), before.text, now.text,
             )  # fmt: skip
             self.last_key = None
-            self.inputs[fn] = inputs = inputs | {path}
+            self.inputs[_called(fn)] = inputs = inputs | {path}
         return with_tensors(batch, inputs, self.device)
 
     def _evaluation(self, fn: Callable[..., Any], batch: Any, key: Any) -> Lowered:
-        of_fn = [other for other in self.evaluations if other[0] is fn]
+        of_fn = [other for other in self.evaluations if other[0] == key[0]]
         self._drop_changed(self.evaluations, [key] if key in self.evaluations else of_fn)
         lowered = self.evaluations[key] if key in self.evaluations else self._lowered(batch, fn)
         self.evaluations = _with_last(self.evaluations, key, lowered)
@@ -196,7 +198,7 @@ class Session:
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             rates = self.transport.rates
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
-            with own_changes_forgotten(others), _numbers_named(self.inputs.get(fn, frozenset())):
+            with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
                 name = self.transport.name
                 lowered = checked_step(self.spec, state, batch, self.plan, name, fn, costs, rates, phase=phase)
         forget_fakes(MAX_FAKES)
@@ -281,19 +283,28 @@ class Session:
     def whole(self, leaves: Sequence[ShardedTensor], joined: bool = True) -> list[torch.Tensor]:
         """Whole leaves of one state, on every rank. Collective: the ranks agree first that they ask for the same
         leaves. joined: see `LeafGathers.gathered`."""
-        failure: Exception | None = None
-        try:
-            for leaf in leaves:
-                leaf.life.check(leaf.path)
-        except DonatedError as error:
-            failure = error
-        asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
-        part = "whole" if joined else "part by dims"
-        request = f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
-        agree(self.rank, self.world_size, request, asked, self.group, failure)
-        with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
-            gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
-            return gathers.gathered([leaf.leaf for leaf in leaves], joined)
+        ambient.check_outside("fzero.unshard or .full()")
+        with self.turn:
+            failure: Exception | None = None
+            try:
+                for leaf in leaves:
+                    leaf.life.check(leaf.path)
+            except DonatedError as error:
+                failure = error
+            asked = hashlib.blake2b(repr([leaf.path for leaf in leaves]).encode(), digest_size=8).hexdigest()
+            part = "whole" if joined else "part by dims"
+            request = (
+                f"the {part} of {leaves[0].path!r}{f' and {len(leaves) - 1} more leaves' if len(leaves) > 1 else ''}"
+            )
+            agree(self.rank, self.world_size, request, asked, self.group, failure)
+            with self.presence.running(where=lambda: "gathering it"), progress.shown(f"gathering {request}"):
+                gathers = LeafGathers(self.plan, self.memory, self.transport.comm, self.device, self.rank)
+                return gathers.gathered([leaf.leaf for leaf in leaves], joined)
+
+
+def _called(fn: Callable[..., Any] | None) -> Called | None:
+    """A function of an evaluation as part of a key; None of the step."""
+    return None if fn is None else Called(fn)
 
 
 def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]:
@@ -326,6 +337,11 @@ def session_of(state: State) -> Session:
     return state.runtime
 
 
+def turn_of(state: Any) -> AbstractContextManager[object]:
+    """For a call that runs on a state's memory: it waits for those of other threads, which use the same memory."""
+    return session_of(state).turn if isinstance(state, State) else nullcontext()
+
+
 def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], None] | None = None) -> Any:
     """Runs the program of a step or an evaluation on the state's memory. Returns its metrics.
 
@@ -337,6 +353,8 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     try:
         with session_of(state).presence.running(lambda: bound.position, bound.where):
             session_of(state).copies.refresh(bound.program)
+            for tensor in lowered.graph.closed:
+                tensor.refresh()
             metrics = bound.run(tensors, watch)
         session_of(state).copies.wrote(bound.program)
     except BaseException as error:

@@ -95,6 +95,7 @@ class World:
         like: tensors that give the state's device if the spec does not. An error of this rank is kept in `failure`, for
         `state` to raise on all ranks.
         """
+        ambient.check_outside(f"fzero.{name}")
         failure: Exception | None = None
         device = torch.device(_kind_named(getattr(spec, "device", None)))
         try:

@@ -19,6 +19,7 @@ from fzero.html_table import html_table
 from fzero.ir.records import DISK
 from fzero.plan.state_plan import Leaf, Plan
 from fzero.state import storage
+from fzero.state.no_tensor import NoTensor
 
 NO_COPY = (
     "cannot be copied or pickled: its memory belongs to its ranks, and the next step takes it. "
@@ -98,7 +99,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class ShardedTensor:
+class ShardedTensor(NoTensor):
     """A leaf of a state. `shape` and `dtype` are the logical ones: they do not depend on the part that this rank holds.
 
     local: this rank's part, a view of the state's memory (1-D if ZeRO slices it). full(): the whole tensor; a

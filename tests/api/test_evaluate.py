@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -277,3 +278,20 @@ def test_forward_of_a_mean_in_a_step() -> None:
     for metrics in result.metrics[0]:
         assert float(metrics["scores/error"]) == pytest.approx(float(expected()["error"]), rel=1e-6)
         assert float(metrics["scores/mean"]) == pytest.approx(float(expected()["mean"]), rel=1e-5)
+
+
+@dataclass
+class Scaled:
+    """A function that is equal to others and has no hash."""
+
+    by: float = field(compare=False)
+
+    def __call__(self, p: Any, b: Any) -> Any:
+        return self.by * p["w"].sum()
+
+
+def test_functions_that_are_equal_and_not_the_same_have_programs_of_their_own() -> None:
+    """The second gave the numbers of the first."""
+    spec = fzero.Spec(loss=lambda p, b: p["w"].sum(), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init({"w": torch.ones(3)}, spec)
+    assert [float(fzero.evaluate(state, None, Scaled(by))) for by in (1.0, 2.0)] == [3.0, 6.0]

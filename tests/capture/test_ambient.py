@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -337,6 +339,25 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "functionalize": lambda fn: torch.func.functionalize(fn)(X),
     "make_fx": lambda fn: make_fx(fn)(X),
 }
+
+
+def test_no_call_of_fzero_may_be_inside_a_loss(tmp_path: Path) -> None:
+    """It told of a mode of fzero's own; what `.full()` said depended on the number of ranks."""
+    held = fzero.step(fzero.init(W, spec()), X)
+    calls: dict[str, Callable[[], Any]] = {
+        "fzero.step": lambda: fzero.step(held, X),
+        "fzero.evaluate": lambda: fzero.evaluate(held, X, loss),
+        "fzero.init": lambda: fzero.init(W, spec()),
+        "fzero.lower": lambda: fzero.lower(spec(), W, X),
+        "fzero.save": lambda: fzero.save(held, tmp_path),
+        "fzero.load": lambda: fzero.load(tmp_path, like=held),
+        "fzero.unshard or .full()": lambda: held.params["w"].full(),
+    }
+    fzero.save(held, tmp_path)
+    for name, call in calls.items():
+        inside = spec(lambda p, b, call=call: (call(), loss(p, b))[1])
+        with pytest.raises(fzero.CaptureError, match=re.escape(f"{name} is called inside a loss or a step")):
+            fzero.step(fzero.init(W, inside), X)
 
 
 @pytest.mark.parametrize("name", AROUND)

@@ -182,3 +182,29 @@ def test_a_library_that_asks_is_named_with_its_line() -> None:
     assert str(error.value).startswith(f"test_known.py:{line}: ")
     assert "torch/nn/modules/transformer.py:" in str(error.value)
     assert "pass is_causal=True or False" in str(error.value)
+
+
+def stepped(x: torch.Tensor, **options: Any) -> Any:
+    """A state after a step of a loss that closes over a tensor."""
+    given = {"loss": lambda p, b: (x * p["w"]).mean(), "optimizer": fzero.optim.sgd(0.0), **options}
+    return fzero.step(fzero.init({"w": torch.ones(2, 3)}, fzero.Spec(**given)), None)
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, 2).t(), torch.ones(2, 1).expand(2, 3), torch.ones(2, 6)[:, ::2]])
+def test_a_closed_over_tensor_that_is_not_contiguous_is_read_at_each_step(x: torch.Tensor) -> None:
+    """A copy of it was read, with the values of the trace."""
+    state = stepped(x)
+    x[:, :1].mul_(5)
+    assert float(fzero.step(state, None).metrics["loss"]) == float(x.mean()) > 1
+
+
+@pytest.mark.parametrize("other", [lambda x: setattr(x, "data", 5 * x.data), lambda x: x.set_(5 * x)])
+def test_a_closed_over_tensor_with_other_memory_is_another_program(other: Any) -> None:
+    """The program read the old memory: that of a teacher whose average is `t.data = 0.9 * t.data + 0.1 * s.data`."""
+    x, y = torch.ones(2, 3), torch.ones(2, 3)
+    state, again = stepped(x), stepped(y, on_change="retrace")
+    other(x)
+    other(y)
+    with pytest.raises(fzero.CaptureError, match=r"x is closed over and was given other memory .*x.copy_"):
+        fzero.step(state, None)
+    assert float(fzero.step(again, None).metrics["loss"]) == 5

@@ -627,6 +627,40 @@ def test_functions_of_one_code_are_watched_each() -> None:
         fzero.step(state, X)
 
 
+@pytest.mark.parametrize("how", ["parameter", "assign"])
+def test_a_parameter_of_a_module_that_is_replaced_is_a_change(how: str) -> None:
+    """The program read the old one, as that of a teacher that `load_state_dict(assign=True)` renews."""
+    teacher = nn.Sequential(nn.Linear(2, 2), nn.Tanh()).requires_grad_(False)
+    state = fzero.step(state_of(lambda p, b: (teacher(b) @ p["w"]).mean()), X)
+    teacher[0].weight.mul_(2)
+    state = fzero.step(state, X)
+    new = {name: 2 * value for name, value in teacher.state_dict().items()}
+    if how == "assign":
+        teacher.load_state_dict(new, assign=True)
+    else:
+        teacher[0].weight = nn.Parameter(new["0.weight"], requires_grad=False)
+    with pytest.raises(CaptureError, match=r"teacher.0.(weight|bias), which .* is another f32"):
+        fzero.step(state, X)
+
+
+def test_a_line_that_is_not_the_last_reads_of_what_it_makes() -> None:
+    """A new object in the place of one that was read so was no change, and the old one's numbers stayed."""
+    config = types.SimpleNamespace(rates=[{"a": 1.0}, {"a": 2.0}])
+
+    def loss(p, b):
+        rates = config.rates; rate = rates[1]  # noqa: E702  # fmt: skip
+        both = (last := config.rates[0])["a"] * last["a"]
+        return (b @ p["w"]).mean() * rate["a"] * both
+
+    state = fzero.step(state_of(loss), X)
+    config.rates = [{"a": 1.0}, {"a": 2.0}]
+    state = fzero.step(state, X)
+    for rates in ([{"a": 1.0}, {"a": 7.0}], [{"a": 7.0}, {"a": 2.0}]):
+        config.rates = rates
+        with pytest.raises(CaptureError, match=r"config\.rates, which loss"):
+            fzero.step(state, X)
+
+
 def test_lines_that_make_what_they_read_and_classes_by_type() -> None:
     config, table = types.SimpleNamespace(alpha=1.0), {"a": 1.0, "b": 2.0}
     module = types.ModuleType("read_once_config")

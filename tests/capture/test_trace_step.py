@@ -138,6 +138,28 @@ def test_a_compiled_loss_works_or_says_what_to_do() -> None:
     pytest.skip("make_fx refuses compiled functions, and fzero says so")
 
 
+def test_a_dtype_that_torch_has_no_kernel_for_has_a_remedy() -> None:
+    def spectrum(p: Any, b: Any) -> Tensor:
+        return torch.fft.rfft(p["w"].bfloat16()).abs().sum()
+
+    def singular(p: Any, b: Any) -> Tensor:
+        return torch.linalg.svdvals(p["w"].bfloat16()).sum().float()
+
+    given = {"w": torch.eye(4)}
+    with pytest.raises(CaptureError, match=r"no kernel of this op for the dtype.*op\(x.float\(\)\)"):
+        fzero.lower(fzero.Spec(loss=spectrum, optimizer=fzero.optim.sgd(0.1)), given, None)
+    state = fzero.init(given, fzero.Spec(loss=singular, optimizer=fzero.optim.sgd(0.1)))
+    with pytest.raises(NotImplementedError) as found:  # known only to the kernel
+        fzero.step(state, None)
+    assert any("no kernel of this op for the dtype" in note for note in found.value.__notes__)
+
+
+def test_microbatches_of_no_batch_name_what_a_spec_has() -> None:
+    spec = fzero.Spec(loss=lambda p, b: p["w"].sum(), optimizer=fzero.optim.sgd(0.1), microbatches=2)
+    with pytest.raises(CaptureError, match="Without a batch leave microbatches= out"):
+        fzero.lower(spec, {"w": torch.ones(2)}, None)
+
+
 # --- what a step returns ----------------------------------------------------------------------------------------------
 
 

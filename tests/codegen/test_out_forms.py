@@ -18,9 +18,16 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
 
 
 def test_a_result_that_is_left_out_is_not_copied() -> None:
-    into = [torch.full((2,), 7.0) for _ in range(3)]
+    into = [torch.full((2,), 7.0) for _ in range(2)] + [torch.empty(0)]
     copy_results(lambda: (torch.ones(2), None, torch.empty(0)), list(enumerate(into)))
-    assert [x.tolist() for x in into] == [[1.0, 1.0], [7.0, 7.0], [7.0, 7.0]]
+    assert [x.tolist() for x in into] == [[1.0, 1.0], [7.0, 7.0], []]
+
+
+@pytest.mark.parametrize("made", [0, 1])
+def test_a_result_of_another_shape_than_planned_is_an_error(made: int) -> None:
+    """One without elements left its place as it was, and one of one element was spread."""
+    with pytest.raises(RuntimeError, match=rf"result 1 of .* has shape \[{made}\], and \[2\] is planned"):
+        copy_results(lambda: (torch.ones(2), torch.empty(made)), [(1, torch.full((2,), 7.0))])
 
 
 @pytest.mark.parametrize(("dropout", "wanted"), [((), {0, 1}), ((0.0, True), {0, 1}), ((0.1, True), {0, 1, 6, 7})])

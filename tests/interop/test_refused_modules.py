@@ -131,6 +131,12 @@ def subclass() -> nn.Module:
     return module
 
 
+def hooked(name: str) -> nn.Module:
+    module = nn.Linear(2, 2)
+    getattr(module.weight, name)(lambda x: None)
+    return module
+
+
 REFUSED = {
     "not a module": (lambda: F.relu, r"needs a torch.nn.Module, got function"),
     "lazy": (lambda: nn.LazyLinear(2), r"parameter 'weight' of LazyLinear has no shape yet.*Run one batch"),
@@ -143,6 +149,8 @@ REFUSED = {
     "one memory": (twice, r"'0.weight' and '1.weight' of Sequential are two Parameters over one memory.*Tie them"),
     "integers": (integer, r"parameter 'weight' of Linear is i8\[2, 2\]: no gradient.*quantisation"),
     "subclass": (subclass, r"parameter 'weight' of Linear is a Subclass: needed a plain"),
+    "hook": (lambda: hooked("register_hook"), r"parameter 'weight' of Linear has hooks on its gradient.*no step calls"),
+    "late hook": (lambda: hooked("register_post_accumulate_grad_hook"), r"'weight' .*hooks.*fzero.optim.chain"),
     "extra state": (Extra, r"'_extra_state' of Extra is state outside its parameters and buffers \(dict\)"),
     "wrapped": (lambda: nn.DataParallel(nn.Linear(2, 2)), r"DataParallel is wrapped in DataParallel.*module.module"),
     "compiled": (lambda: torch.compile(nn.Linear(2, 2)), r"wrapped in OptimizedModule.*module._orig_mod"),

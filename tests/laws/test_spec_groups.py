@@ -48,6 +48,11 @@ def test_a_group_has_what_the_spec_was_given() -> None:
         (Numerics, {"clip_norm": 0}, r"Spec\(clip_norm=0\): needed a number > 0"),
         (Numerics, {"nonfinite": "skp"}, r"Did you mean 'skip'"),
         (RunOptions, {"timeout": 0}, r"Spec\(timeout=0\): needed seconds > 0"),
+        (
+            RunOptions,
+            {"device": "meta"},
+            r"Spec\(device='meta'\): needed a device with memory.*fzero.lower meta tensors",
+        ),
         (RunOptions, {"device": "cda"}, r"Spec\(device='cda'\): needed a device's name"),
     ],
 )

@@ -1,6 +1,6 @@
 """batch_key: what of a batch decides its program, and what is said of a batch that is another."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,43 @@ def test_a_tensor_counts_by_shape_and_dtype_and_another_leaf_by_its_value() -> N
     assert key({"n": 1}) != key({"n": 2})
     assert key({"n": 1}) != key({"n": True})
     assert key({"n": 0.0}) != key({"n": -0.0})
+
+
+@dataclass(frozen=True)
+class Config:
+    rate: Any
+    name: str = field(default="", compare=False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Config(1), Config(True)),
+        (Config(0.0), Config(-0.0)),
+        (Config((1, 2)), Config((1.0, 2))),
+        (Config(1, "sum"), Config(1, "mean")),
+        (frozenset([1]), frozenset([1.0])),
+    ],
+)
+def test_values_that_are_equal_and_not_the_same_have_keys_of_their_own(one: Any, other: Any) -> None:
+    """The second ran the program of the first."""
+    assert one == other
+    assert key({"c": one}) != key({"c": other})
+    assert key({"c": one}) == key({"c": frozenset([*one]) if isinstance(one, frozenset) else replace(one)})
+
+
+def test_a_function_is_itself_alone_in_a_key() -> None:
+    class Equal:
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __call__(self) -> None: ...
+
+        def call(self) -> None: ...
+
+    one, other = Equal(), Equal()
+    fns = [one, other, one.call, other.call, one, one.call]
+    assert len({batch_key.Called(fn) for fn in fns}) == 4
 
 
 def test_a_dict_counts_by_the_order_of_its_keys() -> None:
@@ -171,5 +208,5 @@ def test_no_more_evaluations_are_kept_than_are_said(monkeypatch: pytest.MonkeyPa
     first, second, third = (lambda p, b, n=n: (p["w"] * b).sum() * n for n in (1, 2, 3))
     for fn in (first, second, first, third):
         fzero.evaluate(state, torch.ones(3), fn)
-    assert [fn for fn, *_ in session.session_of(state).evaluations] == [first, third]
+    assert [called for called, *_ in session.session_of(state).evaluations] == [*map(batch_key.Called, (first, third))]
     assert session.MAX_EVALUATIONS == 2

@@ -10,6 +10,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,7 +143,7 @@ def test_a_number_of_an_evaluation_that_changes_is_a_tensor_there(caplog: pytest
         runtime.compiled({"batch": given, "key": None}, scored)
     assert isinstance(given["n"], torch.Tensor)
     assert "batch['n'] was float 2.0, is float 3.0" in caplog.text
-    assert runtime.inputs == {scored: frozenset({"n"})}
+    assert runtime.inputs == {session.Called(scored): frozenset({"n"})}
 
 
 def test_a_number_that_changes_within_a_phase_is_a_tensor_too() -> None:
@@ -382,6 +384,64 @@ def test_a_step_may_have_written_from_its_first_op_on() -> None:
     assert not state.life.steps
     session.execute(state, lowered, torch.ones(2, 4), lambda number: seen.append(state.life.steps))
     assert {*seen} == {True}
+
+
+def test_calls_of_threads_on_one_state_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They share one arena: evaluations of two threads gave each other's numbers."""
+    inside, most = [], []
+
+    def counted(fn: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inside.append(fn)
+            most.append(len(inside))
+            time.sleep(0.02)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        return call
+
+    state, _ = first()
+    state = fzero.step(state, torch.ones(2, 4))
+    fzero.evaluate(state, torch.ones(2, 4), out)
+    for owner, name in (
+        (session.Executor, "run"),
+        (session.LeafGathers, "gathered"),
+        (sys.modules[fzero.save.__module__], "take"),
+    ):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    calls: list[Any] = [
+        lambda: fzero.evaluate(state, torch.ones(2, 4), out),
+        lambda: state.params["w"].full(),
+        lambda: fzero.save(state, tmp_path),
+        lambda: fzero.checkpoint.snapshot(state),
+    ]
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == len(calls)
+    assert max(most) == 1
+
+
+def test_of_two_threads_that_step_one_state_one_is_refused() -> None:
+    state, _ = first()
+    state, found = fzero.step(state, torch.ones(2, 4)), []
+
+    def work() -> None:
+        try:
+            found.append(fzero.step(state, torch.ones(2, 4)).step)
+        except DonatedError:
+            found.append(0)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 2]
 
 
 def test_ranks_ask_for_the_same_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

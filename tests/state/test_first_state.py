@@ -79,3 +79,22 @@ def test_ranks_with_other_tensors_have_other_digests() -> None:
 
     assert len({digests(params(), rank) for rank in range(4)}) == 1
     assert digests(other, 0) != digests(params(), 1)
+
+
+def test_two_leaves_of_one_path_are_refused_by_it() -> None:
+    """It named a leaf of the optimizer's, and the same one twice."""
+    spec = fzero.Spec(loss=lambda p, b: p["a/b"].sum(), optimizer=fzero.optim.adamw(0.1))
+    given = {"a": {"b": torch.ones(2)}, "a/b": torch.ones(2)}
+    with pytest.raises(fzero.TreeError, match=r"two leaves are named params\['a/b'\]: a key that holds a / .*Rename"):
+        fzero.init(given, spec)
+
+
+def test_parameters_with_hooks_on_their_gradients_are_refused() -> None:
+    """No step called them: a mask of gradients that way changed nothing."""
+    spec = fzero.Spec(loss=lambda p, b: (p["w"] * b).sum(), optimizer=fzero.optim.sgd(0.1))
+    w = torch.nn.Parameter(torch.ones(2))
+    hook = w.register_hook(lambda grad: 0 * grad)
+    with pytest.raises(fzero.TreeError, match=r"params\['w'\] has hooks on its gradient.*handle.remove\(\)"):
+        fzero.init({"w": w}, spec)
+    hook.remove()
+    assert fzero.init({"w": w}, spec).step == 0

@@ -63,6 +63,16 @@ class Reads:
         self.places = [place for place in self.places if place not in gone]
         self._group()
 
+    def with_tensors(self, closed: Iterable[torch.Tensor]) -> Reads:
+        """These, and the places in which modules that were read hold tensors that the program reads."""
+        ids, more = set(map(id, closed)), []
+        for place in [p for p in self.places if p.kind == COPY and isinstance(p.holder, nn.Module)]:
+            for path, part in place.holder.named_modules(prefix=place.name.partition("'")[0]):
+                for held in (part._parameters, part._buffers):
+                    names = [name for name, x in held.items() if id(x) in ids]
+                    more += [ReadPlace(ENTRY, held, n, f"{path}.{n}", place.where, held[n]) for n in names]
+        return Reads([*self.places, *{(id(p.holder), p.key): p for p in more}.values()])
+
     def numbers(self) -> dict[str, str]:
         """The numbers and texts that were read, by name, as messages show them."""
         return {

@@ -63,6 +63,7 @@ class Reading:
     passed: dict[int, types.CodeType] = field(default_factory=dict)  # code of no interest, by id: its hash reads all
     seen: set[tuple[types.CodeType, int, int | None]] = field(default_factory=set)  # lines, with offsets of uses
     draws: host_draws.Draws = field(default_factory=host_draws.Draws)
+    last: dict[int, tuple[types.CodeType, int]] = field(default_factory=dict)  # the line before, by a frame's id
 
     def __post_init__(self) -> None:
         self.paused = frames_for(self)
@@ -105,6 +106,9 @@ class Reading:
         """Notes what the line names that a function is about to run."""
         code, number = frame.f_code, frame.f_lineno
         self.draws.settle(frame)
+        if code in self.codes:
+            self._line_before(frame)
+            self.last[id(frame)] = code, number
         if code in self.codes or number in _draw_lines(code):
             self._uses(frame, number, None)
 
@@ -127,13 +131,16 @@ class Reading:
         self.draws.expect(frame, where, generators)
 
     def left(self, frame: types.FrameType) -> None:
-        """After the last line of a function; what a line has made itself (`c = config(); return x * c.alpha`) is there
-        now."""
+        """After the last line of a function."""
         self.draws.settle(frame)
-        code, number = frame.f_code, frame.f_lineno
-        if code in self.codes:
+        self._line_before(frame, last=True)
+
+    def _line_before(self, frame: types.FrameType, *, last: bool = False) -> None:
+        """After a line: what it has made itself (`c = config(); x = x * c.alpha`) is there now."""
+        code, number = self.last.pop(id(frame), (None, 0))
+        if code is frame.f_code and (last or number in _local_lines(code)):
             ran = {None, *(at for at in lines_of(code).offsets if (code, number, at) in self.seen)}
-            self._read(lines_of(code), number, frame, _where(frame), False, ran)
+            self._read(lines_of(code), number, frame, _where(frame, number), False, ran)
 
     def _read(
         self, lines: Lines, number: int, frame: types.FrameType, where: str, first: bool, ran: Set[int | None]
@@ -278,9 +285,19 @@ class Reading:
                 yield (ATTRIBUTE, owner, rest), f"{first}.{rest}", where
 
 
-def _where(frame: types.FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_qualname.rpartition('<locals>.')[2]} ({code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})"
+def _where(frame: types.FrameType, number: int | None = None) -> str:
+    code, line = frame.f_code, number or frame.f_lineno
+    return f"{code.co_qualname.rpartition('<locals>.')[2]} ({code.co_filename.rsplit('/', 1)[-1]}:{line})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_lines(code: types.CodeType) -> frozenset[int]:
+    """The lines that read a part of a local variable."""
+    return frozenset(
+        line
+        for line, uses in lines_of(code).reads.items()
+        if any(use.chain.scope == "local" and use.chain.steps for use in uses)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
