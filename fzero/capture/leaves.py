@@ -24,8 +24,8 @@ def check_names(tree_name: str, paths: Sequence[str]) -> None:
         name = buffer_name(path)
         if path_of.get(name) == path:
             raise TreeError(
-                f"two leaves are named {leaf_name(tree_name, path)}: a key that holds a / is read as a dict within a "
-                "dict. Rename a key"
+                f"two leaves are named {leaf_name(tree_name, path)}: a key that holds a / reads as a dict within a "
+                "dict, and a number as its text. Rename a key"
             )
         if name in path_of:
             raise TreeError(

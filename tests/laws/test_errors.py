@@ -222,16 +222,14 @@ def test_leaves_of_a_step_state_that_no_buffer_holds_are_refused() -> None:
 
 def test_leaves_that_would_have_one_name_are_refused() -> None:
     one = fzero.Spec(step=lambda s, b: (s, {}))
-    for tree, first, second in [
-        ({"a/b": 1.0, "a": {"b": 2.0}}, "state['a/b']", "state['a/b']"),
-        ({"n 1": 1.0, "n_1": 2.0}, "state['n 1']", "state['n_1']"),
-        ({1: torch.ones(2), "1": torch.zeros(2)}, "state['1']", "state['1']"),
+    for tree, words, remedy in [
+        ({"a/b": 1.0, "a": {"b": 2.0}}, "two leaves are named state['a/b']", "Rename a key"),
+        ({"n 1": 1.0, "n_1": 2.0}, "state['n 1'] and state['n_1'] have one name", "rename a key"),
+        ({1: torch.ones(2), "1": torch.zeros(2)}, "two leaves are named state['1']", "a number as its text. Rename"),
     ]:
-        said(TreeError, lambda tree=tree: fzero.init(tree, one), f"{first} and {second} have one name", "rename a key")
+        said(TreeError, lambda tree=tree: fzero.init(tree, one), words, remedy)
     one = fzero.Spec(step=lambda s, b: (s, {1: b["y"].sum(), "1": b["y"].mean()}))
-    said(
-        TreeError, lambda: fzero.step(fzero.init(params(), one), batch()), "metrics['1'] and metrics['1'] have one name"
-    )
+    said(TreeError, lambda: fzero.step(fzero.init(params(), one), batch()), "two leaves are named metrics['1']")
 
 
 def test_states_are_no_params() -> None:
