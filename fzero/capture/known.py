@@ -14,6 +14,7 @@ import re
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -82,9 +83,13 @@ class Closed:
 
     def refresh(self) -> None:
         """Copies what is read as a copy."""
-        tensor = self.tensor()
-        if tensor is not None and self.held.data_ptr() != self.memory:
+        if self.is_copy and (tensor := self.tensor()) is not None:
             self.held.copy_(tensor.detach())
+
+    @cached_property
+    def is_copy(self) -> bool:
+        """Whether the program reads other memory than the tensor had when it was traced."""
+        return self.held.data_ptr() != self.memory
 
 
 @dataclass

@@ -117,13 +117,14 @@ def copy_results(compute: Call, into: Sequence[tuple[int, torch.Tensor]]) -> Non
     """Computes several results and copies those numbered in `into`."""
     results = compute()
     for index, tensor in into:
-        if results[index] is not None:  # some ops leave out what is not needed
-            if tuple(results[index].shape) != tuple(tensor.shape):  # copy_ would spread it
+        result = results[index]
+        if result is not None:  # some ops leave out what is not needed
+            if result.shape != tensor.shape:  # copy_ would spread it
                 raise RuntimeError(
-                    f"result {index} of {compute} has shape {list(results[index].shape)}, and {list(tensor.shape)} is "
-                    "planned: a bug in fzero, or in the op's rule of shapes"
+                    f"result {index} of {getattr(compute, 'func', compute)} has shape {list(result.shape)}, and "
+                    f"{list(tensor.shape)} is planned: a bug in fzero, or in the op's rule of shapes"
                 )
-            tensor.copy_(results[index])
+            tensor.copy_(result)
 
 
 # --- special forms ----------------------------------------------------------------------------------------------------
