@@ -76,11 +76,14 @@ def _step_text(step: Step | NameChain) -> str:
 @dataclass(frozen=True)
 class Use:
     """What a line does with a chain. at: the offset of its instruction, if the line may run without it (`a and cfg.b`);
-    else None. callee: the chain of the function that a read value is given to, if that is known."""
+    else None. callee: the chain of the function that a read value is given to, if that is known. after: the line has
+    written to the chain before (`n += 1; return n`). dropped: it is called, and the result is not used."""
 
     chain: NameChain
     at: int | None = None
     callee: NameChain | None = None
+    after: bool = False
+    dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,21 @@ class Lines:
 
 @dataclass(eq=False)
 class _Load:
-    """A chain on the stack, the line of its name, where that may be left out, and the function that it is given to."""
+    """A chain on the stack, the line of its name, and what `Use` has of it."""
 
     chain: NameChain
     line: int
     at: int | None = None
     callee: NameChain | None = None
+    after: bool = False
+    dropped: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    """What a call of a chain gave, on the stack."""
+
+    callee: _Load
 
 
 @dataclass
@@ -130,7 +142,10 @@ class _Machine:
         return self.stack.pop() if self.stack else None
 
     def load(self, name: str, scope: str, line: int) -> None:
-        load = _Load(NameChain(name, scope), line, self.at)
+        self._put(_Load(NameChain(name, scope), line, self.at))
+
+    def _put(self, load: _Load) -> None:
+        load.after = any(use.chain == load.chain for use in self.writes.get(load.line, ()))
         self.loads[load] = None
         self.stack.append(load)
 
@@ -140,9 +155,8 @@ class _Machine:
             return
         if owner not in self.stack:  # COPY leaves another use of it
             self.loads.pop(owner, None)
-        longer = _Load(NameChain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step)), owner.line, owner.at)
-        self.loads[longer] = None
-        self.stack.append(longer)
+        chain = NameChain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
+        self._put(_Load(chain, owner.line, owner.at))
 
     def write(self, line: int, chain: NameChain | None) -> None:
         if chain is not None:
@@ -196,7 +210,8 @@ class _Machine:
         elif name in ("CALL", "CALL_KW"):
             self._call(depth, named=name == "CALL_KW")
         elif name == "POP_TOP":
-            self.pop()
+            if isinstance(result := self.pop(), _Result):
+                result.callee.dropped = True
         elif name == "IS_OP":
             other, value = self.pop(), self.pop()
             self._test(value, other == ConstantKey(None))
@@ -243,17 +258,18 @@ class _Machine:
             if chain == _TYPE and len(given) == 1:
                 self.extend(first, "__class__")
                 return
-            if chain.steps[-1:] == ("get",) and isinstance(first, (ConstantKey, _Load)):
+            last = chain.steps[-1] if chain.steps else chain.name
+            if last in ("get", "getenv") and isinstance(first, (ConstantKey, _Load)):
                 self.loads.pop(callee, None)
-                shorter = NameChain(chain.name, chain.scope, chain.steps[:-1])
+                shorter = _ENVIRON if last == "getenv" else NameChain(chain.name, chain.scope, chain.steps[:-1])
                 self.extend(_Load(shorter, callee.line, callee.at), Get(_key(first)))
                 return
-            if (chain.steps[-1] if chain.steps else chain.name) in _SEEDS and first != ConstantKey(None):
+            if last in _SEEDS and first != ConstantKey(None):
                 self.seeded.setdefault(callee.line, []).append(Use(chain, callee.at))
         for load in given:
             if isinstance(load, _Load) and load.callee is None:
                 load.callee = callee.chain if isinstance(callee, _Load) else None
-        self.stack.append(None)
+        self.stack.append(_Result(callee) if isinstance(callee, _Load) else None)
 
     def _test(self, value: Any, for_none: bool) -> None:
         if isinstance(value, _Load) and for_none:
@@ -278,7 +294,7 @@ class _Machine:
             self.write(line, self._longer(owner, argument))
         elif name == "STORE_SUBSCR":
             key, owner, _ = self.pop(), self.pop(), self.pop()
-            self.write(line, self._longer(owner, key.chain if isinstance(key, _Load) else key))
+            self.write(line, self._longer(owner, _key(key) if isinstance(key, (_Load, ConstantKey)) else None))
         elif name == "STORE_FAST_STORE_FAST":
             self.pop()
             self.pop()
@@ -300,6 +316,7 @@ def _key(key: _Load | ConstantKey) -> ConstantKey | NameChain:
 RETURNED = NameChain("return", "return")  # what the value of a `return` is given to
 TESTED = NameChain("is None", "tested")  # to a test that reads nothing of it, or a variable, whose own chains say it
 TRUTH = NameChain("bool", "tested")  # to a test of its truth
+_ENVIRON = NameChain("os", "module", ("environ",))
 _IS_INSTANCE = NameChain("isinstance", "global")
 _TYPE = NameChain("type", "global")
 _SEEDS = {"seed", "setstate", "set_state"}  # of a generator
@@ -336,7 +353,7 @@ def lines_of(code: CodeType) -> Lines:
         start = start if op.opname == "EXTENDED_ARG" else None
     reads: dict[int, list[Use]] = {}
     for load in machine.loads:
-        reads.setdefault(load.line, []).append(Use(load.chain, load.at, load.callee))
+        reads.setdefault(load.line, []).append(Use(load.chain, load.at, load.callee, load.after, load.dropped))
     found = (reads, machine.writes, machine.updated, machine.seeded)
     offsets = {use.at: line for uses in found for line, x in uses.items() for use in x if use.at is not None}
     named, writes, updates, seeds = ({line: tuple(dict.fromkeys(x)) for line, x in uses.items()} for uses in found)

@@ -7,10 +7,13 @@ one object, or equal values of one type that cannot change (`same`).
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import operator
+import os
 import reprlib
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -93,6 +96,8 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
         return [], MISSING
     if name == "__class__":
         return [], type(owner)
+    if _ASKED.get(name, lambda _: False)(owner):
+        return [(COPY, owner, Asked(name))], MISSING
     names = getattr(owner, "_fields", ()) if isinstance(owner, tuple) else ()  # of a named tuple
     if name in names:
         return [(ITEM, owner, names.index(name))], getattr(owner, name)
@@ -191,6 +196,45 @@ class Has:
 
     def __call__(self, owner: dict[Any, Any]) -> bool:
         return self.key in owner
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a method of the standard library or of torch returns, or a computed attribute: of a place of the kind COPY.
+
+    key: its argument, if it has one."""
+
+    name: str
+    key: Any = MISSING
+
+    def __call__(self, owner: Any) -> Worth:
+        found = getattr(owner, self.name)
+        if callable(found):
+            found = found() if self.key is MISSING else found(self.key)
+        return Worth(MISSING if is_traced(found) else found)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Worth:
+    """A value that is compared as `same` compares, number by number within a list."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        old, new = self.value, other.value if isinstance(other, Worth) else MISSING
+        return same(tuple(old), tuple(new)) if isinstance(old, list) and isinstance(new, list) else same(old, new)
+
+    def __repr__(self) -> str:
+        return shown(self.value)
+
+
+ENVIRON = type(os.environ)
+_ASKED: dict[str, Callable[[Any], bool]] = {  # by name: of which owners it is read
+    "get": lambda owner: isinstance(owner, contextvars.ContextVar),
+    "is_set": lambda owner: isinstance(owner, threading.Event),
+    "get_last_lr": lambda owner: isinstance(owner, torch.optim.lr_scheduler.LRScheduler),
+    "value": lambda owner: type(owner).__module__ in ("ctypes", "multiprocessing.sharedctypes"),
+}
 
 
 def of_all(owner: Any, name: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from fzero.capture.provenance import defined_at
-from fzero.capture.reads import host_draws, read_places
+from fzero.capture.reads import host_draws, moving, read_places
 from fzero.capture.reads.bytecode import (
     RETURNED,
     TESTED,
@@ -35,6 +35,7 @@ from fzero.capture.reads.bytecode import (
     NameChain,
     Named,
     Step,
+    Use,
     Within,
     lines_of,
 )
@@ -44,8 +45,6 @@ from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.place_table import PlaceTable
 from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, MISSING, ReadPlace, Spot
 
-_CHANGES = {"append", "extend", "insert", "clear", "update", "setdefault", "add", "remove", "discard", "pop", "popitem"}
-_CHANGES |= {"appendleft", "extendleft", "popleft", "rotate"}  # of a deque
 _EXTREMES = (NameChain("max", "global"), NameChain("min", "global"))  # of what was met so far: it is no count
 
 
@@ -63,6 +62,7 @@ class Reading:
     passed: dict[int, types.CodeType] = field(default_factory=dict)  # code of no interest, by id: its hash reads all
     seen: set[tuple[types.CodeType, int, int | None]] = field(default_factory=set)  # lines, with offsets of uses
     draws: host_draws.Draws = field(default_factory=host_draws.Draws)
+    moves: moving.Moves = field(default_factory=moving.Moves)
     last: dict[int, tuple[types.CodeType, int]] = field(default_factory=dict)  # the line before, by a frame's id
 
     def __post_init__(self) -> None:
@@ -157,13 +157,25 @@ class Reading:
             chain, callee = use.chain, use.callee
             if not users or (use.at in ran and (first or _varies(chain))):
                 value, place = self._follow(chain, frame, where, generators, users)
-                if place is not None and _plain(chain) not in written:
+                if place is not None and (use.after or _plain(chain) not in written):
                     self.table.use(place)
+                if users:
+                    self._asked(use, frame, where)
                 if callee is TRUTH and isinstance(value, read_places.CONTAINERS) and users:
                     self.table.note((read_places.COPY, value, bool), f"bool({chain})", where, place)
                 elif users and value is not MISSING and not self._follows_itself(callee, frame):
                     self.table.end(value, str(chain), where, place, 0)
+                    self.moves.given(value, str(chain), where, callee)
         return generators
+
+    def _asked(self, use: Use, frame: types.FrameType, where: str) -> None:
+        """Notes what a use takes from its owner, if it ends in a method that may."""
+        *owners, last = use.chain.steps or (None,)
+        method = "get" if isinstance(last, Get) else last
+        if method in moving.METHODS:
+            owner = NameChain(use.chain.name, use.chain.scope, tuple(owners))
+            value, _ = self._follow(owner, frame, "", [], False)
+            self.moves.asked(value, method, str(owner), where, use.dropped)
 
     def _follows_itself(self, callee: NameChain | None, frame: types.FrameType) -> bool:
         """Whether a value is given to a function of the user, whose own lines say what they read of it. What a
@@ -204,7 +216,7 @@ class Reading:
             whole = isinstance(owner, np.ndarray) or (isinstance(step, str) and read_places.of_all(owner, step))
             whole = whole or (isinstance(step, Within) and not isinstance(owner, dict))
             if whole and notes:
-                if step in _CHANGES:
+                if step in moving.CHANGES:
                     self.table.change(owner)
                 else:
                     self.table.end(owner, str(NameChain(chain.name, chain.scope, chain.steps[:i])), where, place, 0)
@@ -219,15 +231,17 @@ class Reading:
         """(where a step's value lies, the value), of an owner that is no dict for the method `get`, too."""
         if isinstance(step, str):
             return read_places.attribute(owner, step)
-        if isinstance(step, Get) and not isinstance(owner, dict):
+        if isinstance(step, Get) and not isinstance(owner, (dict, read_places.ENVIRON)):
             return read_places.attribute(owner, "get")[0], MISSING
         asked = step.key if isinstance(step, (Get, Within, Named)) else step
         key = asked.value if isinstance(asked, ConstantKey) else self._follow(asked, frame, where, [], False)[0]
         if isinstance(step, Named):
             return read_places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)
         if isinstance(step, Within):
-            known = isinstance(owner, dict) and key is not MISSING and read_places.is_fixed(key)
+            known = isinstance(owner, (dict, read_places.ENVIRON)) and key is not MISSING and read_places.is_fixed(key)
             return ([(read_places.COPY, owner, read_places.Has(key))] if known else []), MISSING
+        if isinstance(step, Get) and isinstance(owner, read_places.ENVIRON):
+            return [(read_places.COPY, owner, read_places.Asked("get", key))], MISSING
         return read_places.item(owner, key)
 
     def _writes(self, lines: Lines, number: int, frame: types.FrameType, where: str, at: int | None) -> None:
@@ -265,12 +279,14 @@ class Reading:
     # --- after it
 
     def noted(self) -> Reads:
-        """What stays to be compared. Raises CaptureError for a draw, and for a number that the functions count."""
+        """What stays to be compared. Raises CaptureError for draws, counts, and what is taken from an iterator."""
         self.table.resolve(self.codes)
         self.draws.check(defined_at(self.fns[-1]))
         for spot, name, where in self._of_libraries():
             self.table.note(spot, name, where, None)
-        return Reads(self.table.kept())
+        kept = self.table.kept()
+        self.moves.check(kept)
+        return Reads(kept)
 
     def _of_libraries(self) -> Iterator[tuple[Spot, str, str]]:
         """The places of the libraries' functions that ran."""
