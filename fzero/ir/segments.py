@@ -13,7 +13,7 @@ A segment does not change once its digest was asked for: a change makes a new se
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -171,17 +171,35 @@ def _is_transpose(node: fx.Node) -> bool:
 def text(gm: fx.GraphModule) -> str:
     """The text that the hash is of: nodes by position, with targets, literals, and the inputs' shapes, strides and
     dtypes. Of a device it has the type alone, so that every rank's text is equal."""
-    index = {node: i for i, node in enumerate(gm.graph.nodes)}
-    lines = []
-    for node in gm.graph.nodes:
+    return "\n".join(_lines(list(gm.graph.nodes), {}))
+
+
+def cut_text(
+    nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node], dests: Sequence[fx.Node]
+) -> str:
+    """The same of what `extract` is given: equal texts give equal segments, so that one of them need be made."""
+    given = {node: f"x{i}" for i, node in enumerate(inputs)}
+    own = {node: f"%{i}" for i, node in enumerate(nodes)}
+    ends = [own.get(node) or given[node] for node in results]
+    return "\n".join([*map(_value_text, inputs), *_lines(nodes, given), " ".join(ends), *map(_value_text, dests)])
+
+
+def _lines(nodes: Sequence[fx.Node], given: Mapping[fx.Node, str]) -> Iterator[str]:
+    """A line for each node. given: names of values from elsewhere."""
+    names = {node: _Name(name) for node, name in given.items()}
+    names |= {node: _Name(f"%{i}") for i, node in enumerate(nodes)}
+    for node in nodes:
         if node.op == "placeholder":
-            val = node.meta["val"]
-            lines.append(f"%{index[node]} = input {val.dtype} {tuple(val.shape)} {val.stride()} {val.device.type}")
+            yield f"{names[node]} = input {_value_text(node)}"
         else:
-            args = fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(f"%{index[n]}"))
+            args = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
             args = fx.node.map_aggregate(args, lambda a: a.type if isinstance(a, torch.device) else a)  # any rank's
-            lines.append(f"%{index[node]} = {node.target} {args}")
-    return "\n".join(lines)
+            yield f"{names[node]} = {node.target} {args}"
+
+
+def _value_text(node: fx.Node) -> str:
+    val = node.meta["val"]
+    return f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device.type}"
 
 
 class _Name(str):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import fx
@@ -35,6 +35,7 @@ from fzero.shard.ops import TRANSFERS
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
+MANY = 16  # parts of a value, each of which a turn of a loop copies
 ANYWHERE = (aten._to_copy.default, aten.clone.default)  # work that may stand in either phase
 
 
@@ -46,6 +47,7 @@ def segment(program: Program, chunk_of: Mapping[str, int] | None = None) -> Prog
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     cuts: dict[tuple[object, ...], list[_Piece]] = {}
+    made: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
     for op in program.ops:
         if not op.in_region:
@@ -53,7 +55,7 @@ def segment(program: Program, chunk_of: Mapping[str, int] | None = None) -> Prog
             continue
         key = (op.segment, tuple(program.buffers[r.name].bucket for r in (*op.reads, *op.writes)))
         if key not in cuts:
-            cuts[key] = _cut(program, op, chunk_of or {})
+            cuts[key] = _cut(program, op, chunk_of or {}, made)
         ops += _instantiated(op, cuts[key], buffers, pool, program.transport)
     return rewrite.finish(program, "segment", ops=ops, buffers=buffers, new_segments=pool)
 
@@ -139,15 +141,17 @@ class _Group:
     transfers: bool = False
 
 
-def _cut(program: Program, op: Op, chunk_of: Mapping[str, int]) -> list[_Piece]:
+def _cut(program: Program, op: Op, chunk_of: Mapping[str, int], made: dict[str, fx.GraphModule]) -> list[_Piece]:
     """The pieces of a region's segment, in order. In a pipeline it is cut twice: the first cut of the forward says
-    which chunk has which node, and so which chunk each node of the backward belongs to."""
+    which chunk has which node, and so which chunk each node of the backward belongs to. made: graphs of pieces, by
+    what they are cut from."""
     gm = program.segments[op.segment]
     holders = fx_nodes.placeholders(gm.graph)
     refs = [*op.reads, *op.writes[op.num_outputs :]]
     bucket_of = {h: b for h, r in zip(holders, refs, strict=True) if (b := program.buffers[r.name].bucket) is not None}
     made_anew = again(set(bucket_of))
     nodes = [n for n in gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
+    nodes = nodes if chunk_of else _parts_first(nodes, made_anew)
     uses = uses_of(gm, nodes, bucket_of, made_anew)
     unit = units_of(program, nodes, uses)
     units = {node: {unit[b] for b in used} for node, used in uses.items()}
@@ -157,7 +161,25 @@ def _cut(program: Program, op: Op, chunk_of: Mapping[str, int]) -> list[_Piece]:
         at_home = {n: [b for b in used if chunk_of.get(b, chunk[n]) == chunk[n]] for n, used in uses.items()}
         units = {node: {unit[b] for b in used} for node, used in at_home.items()}
         groups = _grouped(nodes, units, chunk, made_anew)
-    return _pieces(gm, groups, made_anew)
+    return _pieces(gm, groups, made_anew, made)
+
+
+def _parts_first(nodes: list[fx.Node], made_anew: MadeAnew) -> list[fx.Node]:
+    """The nodes, with the copies of many parts of one value (a loop over its rows makes them) right behind it. Else a turn
+    of the loop would be a segment of its own, for it has the number of its part."""
+    parts: dict[fx.Node, dict[str, list[fx.Node]]] = {}
+    for node in nodes:
+        if node.target is aten.clone.default and not node.meta.get("phase"):
+            views = [node]
+            while made_anew(fx_nodes.operand(views[0])):
+                views.insert(0, fx_nodes.operand(views[0]))
+            taken = " ".join(f"{view.target} {view.args[1:]}" for view in views[:-1])
+            parts.setdefault(fx_nodes.operand(views[0]), {})[taken] = views
+    loops = {value: [*chain.from_iterable(x.values())] for value, x in parts.items() if len(x) >= MANY}
+    moved = {node for copies in loops.values() for node in copies}
+    first = [node for value, copies in loops.items() if value.op == "placeholder" for node in copies]
+    rest = (x for node in nodes if node not in moved for x in (node, *loops.get(node, ())))
+    return [*first, *rest]
 
 
 def _grouped(
@@ -279,7 +301,9 @@ def _move_prelude(
     this.nodes, following.nodes = group[: start + best], [*tail[best:], *after]
 
 
-def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> list[_Piece]:
+def _pieces(
+    gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew, made: dict[str, fx.GraphModule]
+) -> list[_Piece]:
     """The groups of nodes as segments, each with its inputs, outputs and destinations."""
     group_of = {node: i for i, group in enumerate(groups) for node in group.nodes}
     copies: dict[int, list[fx.Node]] = {}
@@ -316,13 +340,15 @@ def _pieces(gm: fx.GraphModule, groups: list[_Group], made_anew: MadeAnew) -> li
             n for n in group if n in outs or any(group_of.get(u, i) != i for u in n.users if u.target is not COPY)
         ]
         results = [*(fx_nodes.operand(c, 1) for c in ends), *outputs]
-        piece = segments.extract(group, inputs, results, [fx_nodes.operand(c) for c in ends])
-        piece = segments.merge_equal(piece)
+        dests = [fx_nodes.operand(c) for c in ends]
+        cut = segments.cut_text(group, inputs, results, dests)
+        if cut not in made:
+            made[cut] = segments.merge_equal(segments.extract(group, inputs, results, dests))
         phase = _phase([n for n in group if not made_anew(n)])
         line = next((n.meta["source"] for n in group if n.meta.get("source") and not n.meta.get("phase")), "")
         shown = "forward and backward" if phase is StepPhase.REGION else phase
         why = " ".join(filter(None, [shown, *sorted(units), f"({line})" if line else ""]))
-        pieces.append(_Piece(piece, inputs, outputs, [fx_nodes.operand(c) for c in ends], phase, why, chunk))
+        pieces.append(_Piece(made[cut], inputs, outputs, dests, phase, why, chunk))
     return pieces
 
 

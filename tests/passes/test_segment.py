@@ -269,3 +269,36 @@ def test_what_ranks_cannot_share_evenly_is_reduced_by_each() -> None:
         return [total]
 
     assert [op.kind for op in cut(body).ops if op.transfers] == ["all_reduce_small"]
+
+
+def _unrolled(steps: int) -> Program:
+    """Two cells in a loop over the columns of an input, each with parameters of its own."""
+    torch.manual_seed(0)
+    cells = torch.nn.ModuleList([torch.nn.LSTMCell(1, 4), torch.nn.LSTMCell(4, 4)])
+    params, buffers, apply = fzero.interop.from_module(cells)
+
+    def run(module: Any, x: Tensor) -> Any:
+        h = c = h2 = c2 = torch.zeros(3, 4)
+        for column in x.split(1, dim=1):
+            h, c = module[0](column, (h, c))
+            h2, c2 = module[1](h, (h2, c2))
+        return h2
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        last: Tensor = apply.call(p, buffers, lambda module: run(module, x))
+        return last.square().mean()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), mesh={"dp": 1})
+    lowered = fzero.lower(spec, params, torch.zeros(3, steps))
+    return lowered.after("segment")
+
+
+def test_the_turns_of_a_loop_over_columns_share_their_segments() -> None:
+    """A turn copies its column: the number of the column makes no segment of its own."""
+    short, long = _unrolled(20), _unrolled(30)
+    assert sum(op.in_region for op in long.ops) - sum(op.in_region for op in short.ops) == 4 * 10
+    assert len(long.segments) == len(short.segments)
+
+
+def test_few_columns_are_copied_where_they_are_read() -> None:
+    assert len(_unrolled(12).segments) - len(_unrolled(10).segments) == 2
