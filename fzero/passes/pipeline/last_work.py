@@ -85,7 +85,8 @@ def by_home(
     if home is None or parts is None:
         yield Split(op, None, {}, {}), op, role
         return
-    split = in_two(op, parts, f"{op.writes[own[0]].name}.of{role}")
+    name, start = op.writes[own[0]].name, op.writes[own[0]].start
+    split = in_two(op, parts, f"{name}.{start}.of{role}" if start else f"{name}.of{role}")
     if split.first is not None:
         yield split, split.first, role
     if split.second is not None:

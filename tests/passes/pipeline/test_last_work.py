@@ -15,7 +15,7 @@ import fzero
 from fzero.ir import fx_nodes, rewrite
 from fzero.ir.op import Op
 from fzero.ir.records import Ref
-from fzero.passes.pipeline.last_work import At, bound_for, last_work
+from fzero.passes.pipeline.last_work import At, bound_for, by_home, last_work
 from fzero.passes.pipeline.split_backward import Halves, in_two
 
 WORDS, WIDTH, TOKENS = 64, 4, 3
@@ -66,6 +66,19 @@ def test_the_tokens_gradients_are_sent_and_summed_where_the_words_are_kept() -> 
     assert [str(split.first.reads[0]), str(split.first.writes[0])] == ["g", "grad.of0.w0"]
     assert list(map(str, split.second.reads)) == ["ids", "h", "grad.of0.w0"]
     assert split.buffers["grad.of0.w0"].shape == (TOKENS, WIDTH)
+
+
+def test_slices_of_one_gradient_are_sent_in_buffers_of_their_own() -> None:
+    """The leaves of one bucket have one gradient; their tokens' gradients may have other shapes."""
+    gm = segment(embedded, (TOKENS, WIDTH), IDS, TABLE, TABLE)
+
+    def sent(start: int) -> set[str]:
+        op = Op("run", (Ref("g"), Ref("ids"), Ref("h")), (Ref("grad", start, start + WORDS * WIDTH, TABLE),))
+        halves = by_home(op, 0, gm, lambda ref: 7, lambda ref, _: At(True, ref.name != "g"), {})
+        return {name for split, _, _ in halves for name in split.buffers}
+
+    assert sent(0)
+    assert not sent(0) & sent(WORDS * WIDTH)
 
 
 def test_a_sum_whose_other_part_is_not_there_is_sent() -> None:
