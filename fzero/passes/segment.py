@@ -165,7 +165,7 @@ def _cut(program: Program, op: Op, chunk_of: Mapping[str, int], made: dict[str, 
 
 
 def _parts_first(nodes: list[fx.Node], made_anew: MadeAnew) -> list[fx.Node]:
-    """The nodes, with the copies of many parts of a value (a loop over its rows makes them) right behind it. Else a turn
+    """The nodes, with the copies of many parts of a value (of a loop over its rows) right behind it. Else a turn
     of the loop would be a segment of its own, for it has the number of its part."""
     parts: dict[fx.Node, dict[str, list[fx.Node]]] = {}
     for node in nodes:
