@@ -54,6 +54,11 @@ TORCH_SAYS = {
     "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
     NO_VIEW: "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
     "x.view(...), and x = x.transpose(...) instead of x.transpose_(...) and kin, which change views made before",
+    "use_reentrant=True": "torch.utils.checkpoint(use_reentrant=True) runs a backward of its own. Say "
+    "use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or leave it out and "
+    "give Spec(remat='full')",
+    "elem.device.type must be 'meta'": "a tensor is copied with its memory, as by copy.copy(x), which a trace does not "
+    "have. Write x.clone(), or use x itself",
     "refers to a single memory location": "a tensor whose elements refer to a single memory location (expand, "
     "expand_as) is changed in place: each would be written several times. Write x = x.clone() first",
     "does not require grad and does not have a grad_fn": "a gradient is asked for of a value that is no function of a "

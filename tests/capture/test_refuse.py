@@ -1,5 +1,6 @@
 """Refusals by name: ambient randomness, reductions and gradients in the wrong place, and what torch cannot trace."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from capturing import (
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import CaptureError
@@ -217,6 +219,15 @@ def no_backward(p: Any, b: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def reentrant(p: Any, b: Tensor) -> Tensor:  # here, for its backward fails
+    h = checkpoint(torch.tanh, b * p["w"], use_reentrant=True)
+    return h.square().mean()
+
+
+def copied_whole(p: Any, b: Tensor) -> Tensor:
+    return mean_square(p, copy.copy(b).T.T)  # here
+
+
 UNTRACED: dict[Any, tuple[str, ...]] = {
     by_cond: ("torch's op cond runs functions of its own", "torch.where(condition, a, b)"),
     by_cond_of_data: ("torch's op cond", "torch.where(condition, a, b)"),
@@ -228,6 +239,8 @@ UNTRACED: dict[Any, tuple[str, ...]] = {
     own_made: ("a tensor of another class is made", "Pass x.as_subclass(torch.Tensor)"),
     jagged: ("a nested tensor is made", "one padded tensor and a mask of the lengths"),
     nested: ("makes a nested tensor", "one padded tensor and a mask of the lengths"),
+    reentrant: ("runs a backward of its own", "use_reentrant=False", "Spec(remat='full')"),
+    copied_whole: ("a tensor is copied with its memory", "x.clone()"),
     no_shape: ("fzero_test.twice.default has no fake rule", "torch.library.register_fake('fzero_test::twice')"),
     no_fake: ("has no fake rule", "torch.library.register_fake('fzero_test::without_fake')"),
     no_backward: ("fzero_test.without_backward.default at", "has no backward", "torch.library.register_autograd"),
@@ -238,9 +251,10 @@ UNTRACED: dict[Any, tuple[str, ...]] = {
 @pytest.mark.sampled(8)
 def test_what_torch_cannot_trace_is_refused_by_line_with_a_remedy(loss: Any) -> None:
     refused(loss, here(loss), *UNTRACED[loss])
-    refused_step(
-        lambda s, b: (s, {"m": loss(s["p"], b)}), here(loss), *UNTRACED[loss]
-    ) if loss is not no_backward else None
+    refused_step(lambda s, b: (s, {"m": loss(s["p"], b)}), here(loss), *UNTRACED[loss]) if loss not in (
+        no_backward,
+        reentrant,
+    ) else None
 
 
 def test_the_remedies_work() -> None:
