@@ -172,7 +172,7 @@ def gelu_backward_sum(grad: Tensor, x: Tensor, out: Tensor, total: Tensor, *, ap
     programs = partial.shape[0] * triton.cdiv(width, TILES["COLUMNS"])
     launch(
         _gelu_kernel, programs, grad.device, out, partial, grad, x, rows, width, TANH=approximate == "tanh",
-        **TILES,
+        **TILES, num_warps=8,  # with 4, ptxas spills
     )  # fmt: skip
     _fold(partial, [total])
 

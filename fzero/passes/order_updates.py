@@ -25,20 +25,20 @@ def order_updates(program: Program) -> Program:
     """The program with the ops behind its last loss in an order in which little is whole at once."""
     first = 1 + max((i for i, op in enumerate(program.ops) if op.in_region), default=-1)
     head, tail = program.ops[:first], program.ops[first:]
-    needs = _needs(tail, {op.target: op.reads[0].name for op in program.ops if op.gathers})
     kept = {i: program.buffers[op.target].bucket for i, op in enumerate(tail) if op.is_update}
+    kept_in = {tail[i].reads[0].name: tail[i].target for i, bucket in kept.items() if bucket}
+    needs = _needs(tail, {op.target: op.reads[0].name for op in program.ops if op.gathers}, kept_in)
     ends = [*_arrivals(tail), *_ends(needs, kept)]
     order = _depth_first(ends, needs, {i for i, bucket in kept.items() if bucket})
     return rewrite.finish(program, "order_updates", ops=[*head, *(tail[i] for i in order)])
 
 
-def _needs(ops: Sequence[Op], gathered: Mapping[str, str]) -> list[list[int]]:
-    """Of each op, those it must come behind. A new leaf counts as written where its old value lies: so it may be. What
-    was gathered counts as read where it comes from: it may be gathered again.
+def _needs(ops: Sequence[Op], gathered: Mapping[str, str], kept_in: Mapping[str, str]) -> list[list[int]]:
+    """Of each op, those it must come behind. A new leaf of a bucket counts as written where its old value lies: so it
+    may be. What was gathered counts as read where it comes from: it may be gathered again.
 
-    gathered: by buffer, where it comes from.
+    gathered: by buffer, where it comes from. kept_in: by buffer of new leaves, where they are kept.
     """
-    kept_in = {op.reads[0].name: op.writes[0].name for op in ops if op.is_update}
     touched, needs = Touched(), []
     for place, op in enumerate(ops):
         reads, writes = touched.by(op)

@@ -17,7 +17,8 @@ gathered after their update. With the state sharded, each rank updates P/N eleme
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,16 +87,19 @@ class _Outer:
     flat: dict[Any, fx.GraphModule] = field(default_factory=dict)  # segments that were made
 
     def rewritten(self) -> list[Op]:
-        """The ops that replace the outer run, level by level; the run itself where nothing in it is flat."""
+        """The ops that replace the outer run, level by level; the run itself where nothing in it is flat, and all of
+        it works on one bucket."""
         self.run.sort_out()
-        if not any(n in self.run.slot_key for n in self.run.nodes) and not self.run.partial:
+        parts = self.run.partial or any(n in self.run.slot_key for n in self.run.nodes)
+        if not parts and len(self.run.by_bucket(self.run.nodes)) == 1:
             return [self.run.op]
         for level in range(max(self.run.level.values(), default=0) + 1):
             here = [n for n in self.run.nodes if self.run.level[n] == level]
             self._full([n for n in here if n not in self.run.slot_key and n not in self.run.partial], level)
-            self._flat([n for n in here if n in self.run.slot_key and n not in self.run.owned], level)
+            sums = [n for n in here if n in self.run.partial]
+            self._flat([n for n in here if n in self.run.slot_key and n not in self.run.owned], level, bool(sums))
             self._owned([n for n in here if n in self.run.owned], level)
-            self._sums([n for n in here if n in self.run.partial], level)
+            self._sums(sums, level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
         self._narrow_columns()
@@ -111,10 +115,6 @@ class _Outer:
         self.ops.append(op)
         names = {ref.name for ref in op.writes}
         (self.whole.update if op.gathers else self.whole.difference_update)(names)
-
-    def _updates_slices(self, bucket: str) -> bool:
-        """Whether each rank updates its own slice of a bucket."""
-        return self.run.program.is_shared(bucket) and self.run.program.buckets[bucket].updates_slices
 
     # --- full work
 
@@ -144,7 +144,7 @@ class _Outer:
             name = self.run.stored[node]
             bucket, index = self.run.slot_key[node]
             self.run.where[node] = Ref(name, *self.run.program.buckets[bucket].place(index, self.run.block_size[node]))
-            if self._updates_slices(bucket):
+            if _updates_slices(self.run.program, bucket):
                 self._gather(name)
         return self.run.where[node]
 
@@ -165,8 +165,15 @@ class _Outer:
 
     # --- flat work
 
-    def _flat(self, nodes: list[fx.Node], level: int) -> None:
-        """Emits flat nodes: one run for each range of neighbouring leaves whose chains are equal."""
+    def _flat(self, nodes: list[fx.Node], level: int, waits: bool) -> None:
+        """Emits flat nodes. waits: what follows waits for a sum; then those come last that are only gathered."""
+        last = _only_gathered(self.run, nodes) if waits else set()
+        self._by_leaf([n for n in nodes if n not in last], level)
+        self._by_leaf([n for n in nodes if n in last], level, "g")
+
+    def _by_leaf(self, nodes: list[fx.Node], level: int, letter: str = "f") -> None:
+        """Emits flat nodes: one run for each range of neighbouring leaves whose chains are equal. letter: of the names
+        of their columns."""
         by_slot: dict[str, dict[int, list[fx.Node]]] = {}
         for node in nodes:
             bucket, slot = self.run.slot_key[node]
@@ -174,7 +181,7 @@ class _Outer:
         for bucket, chains in by_slot.items():
             slots = sorted(chains)
             for slot in slots:
-                self._store(bucket, chains[slot], level)
+                self._store(bucket, chains[slot], level, letter)
             runs: list[list[int]] = []
             signs = {slot: _signature(self.run, chains[slot]) for slot in slots}
             for slot in slots:
@@ -188,14 +195,14 @@ class _Outer:
             for run in runs:
                 self._emit_flat(bucket, run, chains[run[0]])
 
-    def _store(self, bucket: str, chain: list[fx.Node], level: int, letter: str = "f") -> None:
+    def _store(self, bucket: str, chain: list[fx.Node], level: int, letter: str) -> None:
         """Gives a column to every value of a leaf's chain that someone outside the chain needs."""
         inside = set(chain)
         for position, node in enumerate(chain):
             if node in self.run.dest:
                 self.run.stored[node] = self.run.dest[node].name
                 column = self.kept_in[self.run.dest[node].name]
-                if self._updates_slices(bucket) and not self.run.buffers[column].sharded:
+                if _updates_slices(self.run.program, bucket) and not self.run.buffers[column].sharded:
                     self.gathers.append(self.run.dest[node].name)
             elif any(u in self.run.level and u not in inside for u in node.users):
                 dtype = fx_values.tensors(node.meta["val"])[0].dtype
@@ -232,11 +239,11 @@ class _Outer:
             for node in sorted(group, key=lambda n: self.run.slot_key[n][1]):
                 source, index = fx_nodes.operand(node), self.run.slot_key[node][1]
                 start, stop, shape = bucket.place(index)
-                own_slice = self._updates_slices(name) and is_whole(
+                own_slice = _updates_slices(self.run.program, name) and is_whole(
                     bucket, index, self.run.program.mesh.size(bucket.axis)
                 )
                 self._store(name, [node], level, "o")
-                if self._updates_slices(name) and not own_slice and source not in self.run.where:
+                if _updates_slices(self.run.program, name) and not own_slice and source not in self.run.where:
                     self._gather(self.run.stored[source])
                 reads.append(Ref(self.run.stored[source], start, stop, None, own_slice))
                 writes.append(Ref(self.run.stored[node], start, stop, None, own_slice))
@@ -253,7 +260,7 @@ class _Outer:
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
         if any(of(n.target).blockwise for n in chain):
             stop = bucket.slots[slots[-1]].stop
-        own_slice = self._updates_slices(bucket_name)
+        own_slice = _updates_slices(self.run.program, bucket_name)
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
         results = [n for n in chain if n in self.run.stored]
@@ -336,6 +343,35 @@ def _flat_segment(
             fakes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in forms]
         fx_values.propagate(gm, fakes)
     return made[key]
+
+
+def _updates_slices(program: Program, bucket: str) -> bool:
+    """Whether each rank updates its own slice of a bucket."""
+    return program.is_shared(bucket) and program.buckets[bucket].updates_slices
+
+
+def _only_gathered(run: OuterRun, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Of the flat nodes of a level, those that are needed for values alone of which all is gathered."""
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        users = [u for u in node.users if u in run.level]
+        if users and node not in run.dest and all(u in found or _is_gathered_for(run, node, u) for u in users):
+            found.add(node)
+    of_others = {n for n in found if n.target is operator.getitem and fx_nodes.operand(n) in {*nodes} - found}
+    return found - of_others  # a tuple has no column
+
+
+def _is_gathered_for(run: OuterRun, node: fx.Node, user: fx.Node) -> bool:
+    """Whether a user of a flat value needs more of it than the own slice."""
+    name, index = run.slot_key[node]
+    if (
+        user in run.partial
+        or (user in run.slot_key and user not in run.owned)
+        or not _updates_slices(run.program, name)
+    ):
+        return False
+    bucket = run.program.buckets[name]
+    return user not in run.owned or not is_whole(bucket, index, run.program.mesh.size(bucket.axis))
 
 
 def _signature(run: OuterRun, chain: list[fx.Node]) -> tuple[object, ...]:

@@ -44,12 +44,42 @@ def wholes(program: Program) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
+CHECKS: dict[str, dict[str, Any]] = {
+    "nothing": {}, "clip": {"clip_norm": 1.0}, "skip": {"nonfinite": "skip"}, "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"}, "fp16 and clip": {"precision": "fp16", "clip_norm": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", OF_WHOLE_LEAVES)
-def test_what_works_on_whole_leaves_has_those_of_one_layer_at_a_time(name: str, clip: float | None) -> None:
+def test_what_works_on_whole_leaves_has_those_of_one_layer_at_a_time(name: str, check: str) -> None:
     """The complaint: over 8 ranks ZeRO-3 with Adafactor took four times the parameters, with Muon once; AdamW an
     eighth. (A gather may start while the layer before it is at work.)"""
-    found = wholes(lowered(OF_WHOLE_LEAVES[name], zero=3, clip_norm=clip).programs[0])
+    found = wholes(lowered(OF_WHOLE_LEAVES[name], zero=3, **CHECKS[check]).programs[0])
+    assert max(map(len, found)) <= 2
+    assert len(set().union(*found)) == DEPTH
+
+
+def test_a_norm_over_all_updates_leaves_layers_apart() -> None:
+    over = optim.chain(OF_WHOLE_LEAVES["adafactor"], optim.clip_by_global_norm(1.0))
+    assert max(map(len, wholes(lowered(over, zero=3).programs[0]))) <= 2
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_model_of_matrices_alone_is_updated_in_parts_too(check: str) -> None:
+    """Nothing of Adafactor is flat there: the whole update was one run."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for w in p["layers"]:
+            x = x + torch.tanh(x @ w["up"]) @ w["down"]
+        return x.square().mean()
+
+    def meta(*shape: int) -> Tensor:
+        return torch.empty(*shape, device="meta")
+
+    params = {"layers": [{"up": meta(32, 64), "down": meta(64, 32)} for _ in range(DEPTH)]}
+    spec = fzero.Spec(loss=loss, optimizer=optim.adafactor(0.01), zero=3, prefetch=1, **CHECKS[check])
+    found = wholes(fzero.lower(spec, params, torch.zeros(16, 32), world_size=4).programs[0])
     assert max(map(len, found)) <= 2
     assert len(set().union(*found)) == DEPTH
 

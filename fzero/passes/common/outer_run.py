@@ -85,8 +85,15 @@ class OuterRun:
 
     def by_bucket(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
         """Full nodes in groups that need nothing of one another: those that work on leaves of one bucket. A node that
-        works on leaves of several is of that with the largest; what works on none comes first."""
-        parent = {node: node for node in nodes}
+        works on leaves of several is of that with the largest. Scalars that need none of the others (a step's number)
+        come first, and join no groups."""
+        given, first = set(nodes), dict[fx.Node, None]()
+        for node in nodes:
+            kept = node in self.dest and self._slot_key_of(self.dest[node])
+            of_leaf = kept or any(a in self.slot_key for a in node.all_input_nodes)
+            if _is_scalar(node) and not of_leaf and all(a in first or a not in given for a in node.all_input_nodes):
+                first[node] = None
+        parent = {node: node for node in nodes if node not in first}
 
         def root(node: fx.Node) -> fx.Node:
             while parent[node] is not node:
@@ -94,19 +101,19 @@ class OuterRun:
             return node
 
         largest: dict[fx.Node, tuple[int, str]] = {}
-        for node in nodes:
+        for node in parent:
             for a in node.all_input_nodes:
                 if a in parent:
                     parent[root(a)] = root(node)
-        for node in nodes:
+        for node in parent:
             keys = [self.slot_key[a] for a in node.all_input_nodes if a in self.slot_key]
             keys += [key for key in [self._slot_key_of(self.dest[node])] if key] if node in self.dest else []
             sizes = [(math.prod(self.program.buckets[key.bucket].place(key.slot)[2]), key.bucket) for key in keys]
             largest[root(node)] = max([largest.get(root(node), (0, "")), *sizes])
         groups: dict[str, list[fx.Node]] = {"": []}
-        for node in nodes:
+        for node in parent:
             groups.setdefault(largest[root(node)][1], []).append(node)
-        return [group for group in groups.values() if group]
+        return [group for group in ([*first], *groups.values()) if group]
 
     def _apart(self) -> None:
         """A whole result that is flat work's too (new parameters that a later loss reads) becomes a copy of it, so that
@@ -202,7 +209,8 @@ class OuterRun:
 
     def _repeat(self) -> None:
         """A short elementwise chain on what is stored anyway (a gradient over a count) is computed again at a later
-        level, instead of kept from an earlier one."""
+        level, instead of kept from an earlier one. So it is for what needs all of it, at a level with sums: what is
+        gathered may wait until these are known."""
         short: dict[fx.Node, int] = {}
         for node in self.nodes:
             flat = [a for a in node.all_input_nodes if a in self.slot_key]
@@ -211,19 +219,25 @@ class OuterRun:
             if elementwise and isinstance(node.meta["val"], torch.Tensor) and depth <= 4:
                 short[node] = depth
         copies: dict[fx.Node, list[fx.Node]] = {}
+        summed = {self.level[node] for node in self.partial}
+
+        def again(node: fx.Node, users: list[fx.Node], level: int) -> None:
+            with self.gm.graph.inserting_after(node):
+                copy = fx_nodes.copy_node(self.gm.graph, node, lambda n: n)
+            self.level[copy], self.slot_key[copy] = level, self.slot_key[node]
+            self.block_size[copy] = self.block_size[node]
+            for user in users:
+                user.replace_input_with(node, copy)
+            copies.setdefault(node, []).insert(0, copy)
+
         for node in reversed(self.nodes):
             later = {self.level[u] for u in node.users if u in self.slot_key and self.level[u] > self.level[node]}
             for level in sorted(later) if node in short else ():
-                with self.gm.graph.inserting_after(node):
-                    copy = fx_nodes.copy_node(self.gm.graph, node, lambda n: n)
-                self.level[copy], self.slot_key[copy], self.block_size[copy] = (
-                    level,
-                    self.slot_key[node],
-                    self.block_size[node],
-                )
-                for user in [u for u in node.users if u in self.slot_key and self.level.get(u) == level]:
-                    user.replace_input_with(node, copy)
-                copies.setdefault(node, []).insert(0, copy)
+                again(node, [u for u in node.users if u in self.slot_key and self.level.get(u) == level], level)
+            whole = [u for u in node.users if u in self.level and self._is_late(node, u) and u not in self.partial]
+            here = any(self.level.get(u) == self.level[node] for u in node.users if u not in whole)
+            if node in short and whole and here and self.level[node] in summed:
+                again(node, whole, self.level[node])
         self.nodes = [repeated for node in self.nodes for repeated in (node, *copies.get(node, ()))]
 
     def _flat_slot_key(self, node: fx.Node) -> tuple[SlotKey, Any] | None:
