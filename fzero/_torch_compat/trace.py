@@ -273,6 +273,11 @@ def gradient_hooks(x: torch.Tensor) -> bool:
     return bool(x._backward_hooks or getattr(x, "_post_accumulate_grad_hooks", None))
 
 
+def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that a module has on its forward, and those before it (2.11.0, 2.13.0)."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
 @contextmanager
 def autocast_left(kinds: Sequence[str]) -> Iterator[None]:
     """Leaves the autocasts that are on for these device types; they come back afterwards.

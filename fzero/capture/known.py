@@ -25,6 +25,7 @@ from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.provenance import name_of
 
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
+MOST_BYTES = 4096  # of a closed-over tensor that is compared by its bytes
 IN_ALL = 1 << 30  # bytes that one trace computes
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MADE = re.compile("empty|resize|::set_")  # memory without values
@@ -33,16 +34,19 @@ _Sources = frozenset[int]
 
 @dataclass(frozen=True)
 class Baked:
-    """A closed-over tensor whose value has decided a program, and its version then."""
+    """A closed-over tensor whose value has decided a program, and its version then.
+
+    memory: of a small one its bytes, which `x.data[0] = y` and numpy change without a new version."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
     name: str
+    memory: bytes
 
     def change(self) -> tuple[str, str] | None:
         """(what was changed in place since, the remedy); None if it was not."""
         tensor = self.tensor()
-        if tensor is None or version(tensor) == self.version:
+        if tensor is None or (version(tensor) == self.version and _memory(tensor) == self.memory):
             return None
         return (
             f"{self.name} is closed over, its value was read while the step was traced (`if mask.any()`, "
@@ -134,6 +138,20 @@ class Known:
         self.read |= real_args[2]
         return (self._computed(func, *real_args[:2]),)
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A copy of a tensor's value that is asked for as a whole; None where it is not known. A closed-over one is
+        itself the value."""
+        if not is_fake(tensor):
+            self.closed[id(tensor)] = tensor
+            self.read.add(id(tensor))
+            return None
+        if tensor not in self.values:
+            return None
+        value, sources = self.values[tensor]
+        self.read |= sources
+        with unwatched():
+            return value.clone()
+
     def places(self, indices: Sequence[Any]) -> list[Any]:
         """The indices of `x[...]`, a mask that is known replaced by the indices of its true elements."""
         replaced: list[Any] = []
@@ -158,7 +176,7 @@ class Known:
     def baked(self, fns: Sequence[Any]) -> tuple[Baked, ...]:
         """The closed-over tensors that were read; `fns` name them."""
         read = [self.closed[key] for key in sorted(self.read)]
-        return tuple(Baked(weakref.ref(x), version(x), name_of(x, fns)) for x in read)
+        return tuple(Baked(weakref.ref(x), version(x), name_of(x, fns), _memory(x)) for x in read)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An op's result on real tensors; no mode sees it."""
@@ -213,6 +231,13 @@ class Known:
         for fake, (value, _) in list(self.values.items()) if written else ():
             if _storage(value) in written:
                 del self.values[fake]
+
+
+def _memory(tensor: torch.Tensor) -> bytes:
+    """The bytes of a small tensor on the host; of another none."""
+    if tensor.device.type != "cpu" or tensor.nbytes > MOST_BYTES:
+        return b""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _storage(value: torch.Tensor) -> int:

@@ -22,7 +22,12 @@ from fzero._torch_compat import (
     scatters_keep_overlap,
     unwatched,
 )
-from fzero.capture import ctc, embedding_bag, mixed_dtypes  # noqa: F401  (the first two fill the column `traced`)
+from fzero.capture import (  # these fill the column `traced`, and `refuse.REPLACED`
+    ctc,  # noqa: F401
+    embedding_bag,  # noqa: F401
+    host_values,  # noqa: F401
+    mixed_dtypes,
+)
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -208,3 +209,32 @@ def test_a_closed_over_tensor_with_other_memory_is_another_program(other: Any) -
     with pytest.raises(fzero.CaptureError, match=r"x is closed over and was given other memory .*x.copy_"):
         fzero.step(state, None)
     assert float(fzero.step(again, None).metrics["loss"]) == 5
+
+
+HOST: dict[str, Callable[[Tensor], float]] = {
+    "numpy": lambda x: float(x.numpy().sum()),
+    "a view's": lambda x: float(x[1:].numpy().sum()),
+    "numpy, forced": lambda x: float(x.numpy(force=True).sum()),
+    "asarray": lambda x: float(np.asarray(x).sum()),
+    "of a result": lambda x: float((x * 2).cpu().numpy().sum()),
+    "tolist": lambda x: sum(x.tolist()),
+    "an item": lambda x: float(x[1]),
+}
+
+
+@pytest.mark.parametrize("how", HOST)
+@pytest.mark.parametrize("change", [lambda x: x.add_(1.0), lambda x: x.data.add_(1.0), lambda x: x.numpy().fill(5.0)])
+def test_memory_that_is_read_on_the_host_is_the_tensors(how: str, change: Callable[[Any], Any]) -> None:
+    """Torch hands out a fake tensor's memory, which is nowhere."""
+    weights = torch.tensor([2.0, 1.0])
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return (b @ p["w"]).sum() * HOST[how](weights)
+
+    state = fzero.init(params(), fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.0)))
+    for _ in range(2):
+        state = fzero.step(state, X)
+        assert float(state.metrics["loss"]) == pytest.approx(float((X @ params()["w"]).sum()) * HOST[how](weights))
+    change(weights)
+    with pytest.raises(CaptureError, match="changed in place"):
+        fzero.step(state, X)

@@ -953,7 +953,7 @@ def test_lines_name_chains() -> None:
     lines = lines_of(fn.__code__)
     start = fn.__code__.co_firstlineno
     shown = {number - start: [str(use.chain) for use in uses] for number, uses in lines.reads.items()}
-    assert shown == {1: ["CONFIG.alpha", "p['w']", "i", "TABLE['k'][i].x"], 3: ["WEIGHTS", "i", "a"]}
+    assert shown == {1: ["CONFIG.alpha", "p['w']", "i", "TABLE['k'][i].x"], 3: ["i", "WEIGHTS[i + 1]", "a"]}
     assert [str(use.chain) for uses in lines.updates.values() for use in uses] == ["SPACE.count"]
 
 

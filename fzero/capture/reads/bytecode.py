@@ -9,96 +9,23 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
-
-@dataclass(frozen=True)
-class ConstantKey:
-    """A subscript that is written as a constant: the "a" of `TABLE["a"]`."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Get:
-    """The step of `table.get(key)`."""
-
-    key: ConstantKey | NameChain
-
-
-@dataclass(frozen=True)
-class Within:
-    """The step of `key in table`."""
-
-    key: ConstantKey | NameChain
-
-
-@dataclass(frozen=True)
-class Named:
-    """The step of `getattr(owner, name)`, where a chain gives the name."""
-
-    key: NameChain
-
-
-Step = str | ConstantKey | Get | Within | Named  # and NameChain
-
-
-@dataclass(frozen=True)
-class NameChain:
-    """A name, and the steps that follow it.
-
-    scope: "local", "free" (of a function around this one), "global", or "module" of a name that is imported.
-    steps: attributes as text; subscripts as a `ConstantKey`, or as a NameChain that gives the key; and what some
-    calls read.
-    """
-
-    name: str
-    scope: str
-    steps: tuple[Step | NameChain, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name + "".join(map(_step_text, self.steps))
-
-
-def _step_text(step: Step | NameChain) -> str:
-    if isinstance(step, str):
-        return f".{step}"
-    if isinstance(step, (Get, Within)):
-        step = step.key
-    if isinstance(step, Named):
-        return f".{{{step.key}}}"
-    return f"[{step.value!r}]" if isinstance(step, ConstantKey) else f"[{step}]"
-
-
-@dataclass(frozen=True)
-class Use:
-    """What a line does with a chain. at: the offset of its instruction, if the line may run without it (`a and cfg.b`);
-    else None. callee: the chain of the function that a read value is given to, if that is known. after: the line has
-    written to the chain before (`n += 1; return n`). dropped: it is called, and the result is not used."""
-
-    chain: NameChain
-    at: int | None = None
-    callee: NameChain | None = None
-    after: bool = False
-    dropped: bool = False
-
-
-@dataclass(frozen=True)
-class Lines:
-    """What the lines of one code object name, by line.
-
-    updates: those of `writes` that the same instruction reads (`x += 1`): such a read by itself decides nothing. seeds:
-    chains that are called, with an argument, to set a generator's state. offsets: those of all uses, with their lines.
-    """
-
-    reads: Mapping[int, tuple[Use, ...]]
-    writes: Mapping[int, tuple[Use, ...]]
-    updates: Mapping[int, tuple[Use, ...]]
-    seeds: Mapping[int, tuple[Use, ...]]
-    offsets: Mapping[int, int]
+from fzero.capture.reads.chains import (
+    PURE,
+    Computed,
+    ConstantKey,
+    Get,
+    Key,
+    Lines,
+    NameChain,
+    Named,
+    Step,
+    Use,
+    Within,
+)
 
 
 @dataclass(eq=False)
@@ -118,6 +45,17 @@ class _Result:
     """What a call of a chain gave, on the stack."""
 
     callee: _Load
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A number or a text that the line makes, on the stack. callee: of the function that made it."""
+
+    key: Computed
+    callee: _Load | None = None
+
+
+_Known = (_Load, ConstantKey, _Made)  # what may be a key
 
 
 @dataclass
@@ -150,13 +88,16 @@ class _Machine:
         self.stack.append(load)
 
     def extend(self, owner: Any, step: Step | NameChain) -> None:
+        if isinstance(owner, _Result):
+            callee = owner.callee
+            self._put(_Load(NameChain(f"{callee.chain}()", "result", (step,), callee.chain), callee.line, callee.at))
+            return
         if not isinstance(owner, _Load):
             self.stack.append(None)
             return
         if owner not in self.stack:  # COPY leaves another use of it
             self.loads.pop(owner, None)
-        chain = NameChain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
-        self._put(_Load(chain, owner.line, owner.at))
+        self._put(_Load(_longer(owner.chain, step), owner.line, owner.at))
 
     def write(self, line: int, chain: NameChain | None) -> None:
         if chain is not None:
@@ -173,12 +114,7 @@ class _Machine:
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             self.load(argument, "global", line)
         elif name.startswith("LOAD_FAST") or name == "STORE_FAST_LOAD_FAST":
-            names = argument if isinstance(argument, tuple) else (argument,)
-            if name.startswith("STORE"):
-                self.pop()
-                names = names[1:]
-            for local in names:
-                self.load(local, "local", line)
+            self._load_locals(argument if isinstance(argument, tuple) else (argument,), name.startswith("STORE"), line)
         elif name == "LOAD_DEREF":
             self.load(argument, self.scope_of(argument), line)
         elif name == "LOAD_CONST":
@@ -189,11 +125,14 @@ class _Machine:
             self._subscript()
         elif name == "BINARY_OP":
             self._operate(op, line)
+        elif name in ("FORMAT_VALUE", "FORMAT_SIMPLE") and not depth:
+            self._make("format", [self.pop()])
+        elif name == "BUILD_STRING":
+            self._make("join", [self.pop() for _ in range(depth)][::-1])
+        elif name == "MATCH_CLASS":
+            self._match(depth)
         elif name == "IMPORT_NAME":
-            of_names, level = self.pop(), self.pop()
-            self.load(argument, "module", line) if level == ConstantKey(0) and of_names != ConstantKey(
-                None
-            ) else self.stack.append(None)
+            self._import(argument, line)
         elif name == "IMPORT_FROM":
             self.stack.append(self.stack[-1] if self.stack else None)
             self.extend(self.pop(), argument)
@@ -205,12 +144,12 @@ class _Machine:
             self._store(name, argument, line)
         elif name == "CONTAINS_OP":
             owner, key = self.pop(), self.pop()
-            self.extend(owner if isinstance(key, (_Load, ConstantKey)) else None, Within(_key(key)))
+            self.extend(owner if isinstance(key, _Known) else None, Within(_key(key)))
             self.stack[-1] = None
         elif name in ("CALL", "CALL_KW"):
             self._call(depth, named=name == "CALL_KW")
         elif name == "POP_TOP":
-            if isinstance(result := self.pop(), _Result):
+            if isinstance(result := self.pop(), (_Result, _Made)) and result.callee:
                 result.callee.dropped = True
         elif name == "IS_OP":
             other, value = self.pop(), self.pop()
@@ -226,50 +165,105 @@ class _Machine:
         elif name != "TO_BOOL":  # which comes before a jump or a `not` since 3.13: these take the truth
             self.stack.clear()
 
-    def _subscript(self) -> None:
-        key, owner = self.pop(), self.pop()
-        if isinstance(key, _Load):
-            self.extend(owner, key.chain)
-        elif isinstance(key, ConstantKey):
-            self.extend(owner, key)
+    def _load_locals(self, names: tuple[str, ...], stores: bool, line: int) -> None:
+        """Loads these; the first one is written to if it `stores`."""
+        if stores:
+            self.pop()
+        for local in names[stores:]:
+            self.load(local, "local", line)
+
+    def _import(self, name: str, line: int) -> None:
+        of_names, level = self.pop(), self.pop()
+        if level == ConstantKey(0) and of_names != ConstantKey(None):
+            self.load(name, "module", line)
         else:
             self.stack.append(None)
 
+    def _subscript(self) -> None:
+        key, owner = self.pop(), self.pop()
+        if isinstance(key, _Known):
+            self.extend(owner, _key(key))
+        else:
+            self.stack.append(None)
+
+    def _make(self, how: str, parts: list[Any], callee: _Load | None = None) -> None:
+        """Puts what is made of these on the stack, where they are known."""
+        known = all(isinstance(part, _Known) for part in parts)
+        self.stack.append(_Made(Computed(how, tuple(map(_key, parts))), callee) if known else None)
+
+    def _match(self, positional: int) -> None:
+        """`case Kind(a, b=c)`: the attributes that it asks of the value."""
+        names, kind, value = self.pop(), self.pop(), self.pop()
+        keys: list[Step] = list(names.value) if isinstance(names, ConstantKey) else []
+        if isinstance(kind, _Load):
+            fields = _longer(kind.chain, "__match_args__")
+            keys += [Named(_longer(fields, ConstantKey(i))) for i in range(positional)]
+        for key in keys if isinstance(value, _Load) else ():
+            self.extend(value, key)
+            self.pop()
+        self._test(value, True)
+        self.stack.append(None)
+
     def _operate(self, op: dis.Instruction, line: int) -> None:
-        self.pop()
-        left = self.pop()
+        right, left = self.pop(), self.pop()
         if op.argrepr.endswith("=") and isinstance(left, _Load):
             self.loads.pop(left, None)
             self.updated.setdefault(line, []).append(Use(left.chain, self.at))
-        self.stack.append(None)
+        if op.argrepr in ("+", "-", "*", "//", "%"):
+            self._make(op.argrepr, [left, right])
+        else:
+            self.stack.append(None)
 
     def _call(self, arguments: int, named: bool) -> None:
         if named:
             self.pop()  # the names
         given = [self.pop() for _ in range(arguments)]
         callee = self.pop()
-        if isinstance(callee, _Load) and given and not named:
-            first, chain = given[-1], callee.chain
-            if chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], (ConstantKey, _Load)):
-                name = _key(given[-2])
-                self.extend(first, name.value if isinstance(name, ConstantKey) else Named(name))
-                return
-            self._test(first, chain == _IS_INSTANCE)
-            if chain == _TYPE and len(given) == 1:
-                self.extend(first, "__class__")
-                return
-            last = chain.steps[-1] if chain.steps else chain.name
-            if last in ("get", "getenv") and isinstance(first, (ConstantKey, _Load)):
-                self.loads.pop(callee, None)
-                shorter = _ENVIRON if last == "getenv" else NameChain(chain.name, chain.scope, chain.steps[:-1])
-                self.extend(_Load(shorter, callee.line, callee.at), Get(_key(first)))
-                return
-            if last in _SEEDS and first != ConstantKey(None):
-                self.seeded.setdefault(callee.line, []).append(Use(chain, callee.at))
+        if isinstance(callee, _Load) and not named and self._reads_by_call(callee, given):
+            return
         for load in given:
             if isinstance(load, _Load) and load.callee is None:
                 load.callee = callee.chain if isinstance(callee, _Load) else None
-        self.stack.append(_Result(callee) if isinstance(callee, _Load) else None)
+        if not isinstance(callee, _Load):
+            self.stack.append(None)
+        elif given and not named and callee.chain in _PURE and all(isinstance(part, _Known) for part in given):
+            self._make(callee.chain.name, given[::-1], callee)
+        else:
+            self.stack.append(_Result(callee))
+
+    def _reads_by_call(self, callee: _Load, given: list[Any]) -> bool:
+        """Calls that read, or write, what a chain says: `getattr(cfg, "alpha")`, `table.get(key)`. given: the last
+        argument first. Whether this is such a call; its result is on the stack then."""
+        chain = callee.chain
+        if chain == _GLOBALS and not given:
+            self.loads.pop(callee, None)
+            self._put(_Load(NameChain("globals()", "namespace"), callee.line, callee.at))
+            return True
+        if not given:
+            return False
+        first = given[-1]
+        if chain in _BY_NAME and len(given) > 1 and isinstance(given[-2], _Known):
+            name = _key(given[-2])
+            step = name.value if isinstance(name, ConstantKey) else Named(name)
+            if chain != _SET:
+                self.extend(first, step)
+                return True
+            self.write(callee.line, self._longer(first, name.value if isinstance(name, ConstantKey) else None))
+        self._test(first, chain == _IS_INSTANCE)
+        if chain in _PARTS_OF and len(given) == 1:
+            self.extend(first, _PARTS_OF[chain])
+            return True
+        last = chain.steps[-1] if chain.steps else chain.name
+        if (last == "getenv" or (last == "get" and chain.steps)) and isinstance(first, _Known):
+            self.loads.pop(callee, None)
+            shorter = (
+                _ENVIRON if last == "getenv" else NameChain(chain.name, chain.scope, chain.steps[:-1], chain.called)
+            )
+            self.extend(_Load(shorter, callee.line, callee.at), Get(_key(first)))
+            return True
+        if last in _SEEDS and first != ConstantKey(None):
+            self.seeded.setdefault(callee.line, []).append(Use(chain, callee.at))
+        return False
 
     def _test(self, value: Any, for_none: bool) -> None:
         if isinstance(value, _Load) and for_none:
@@ -294,23 +288,27 @@ class _Machine:
             self.write(line, self._longer(owner, argument))
         elif name == "STORE_SUBSCR":
             key, owner, _ = self.pop(), self.pop(), self.pop()
-            self.write(line, self._longer(owner, _key(key) if isinstance(key, (_Load, ConstantKey)) else None))
+            self.write(line, self._longer(owner, _key(key) if isinstance(key, _Known) else None))
         elif name == "STORE_FAST_STORE_FAST":
             self.pop()
             self.pop()
         else:
             self.pop()
 
-    def _longer(self, owner: Any, step: str | ConstantKey | NameChain | None) -> NameChain | None:
+    def _longer(self, owner: Any, step: Step | NameChain | None) -> NameChain | None:
         """The chain of what is written; its owner is not read by that."""
         if not isinstance(owner, _Load) or step is None:
             return None
         self.loads.pop(owner, None)
-        return NameChain(owner.chain.name, owner.chain.scope, (*owner.chain.steps, step))
+        return _longer(owner.chain, step)
 
 
-def _key(key: _Load | ConstantKey) -> ConstantKey | NameChain:
-    return key.chain if isinstance(key, _Load) else key
+def _key(key: _Load | ConstantKey | _Made) -> Key:
+    return key.chain if isinstance(key, _Load) else key.key if isinstance(key, _Made) else key
+
+
+def _longer(chain: NameChain, step: Step | NameChain) -> NameChain:
+    return replace(chain, steps=(*chain.steps, step))
 
 
 RETURNED = NameChain("return", "return")  # what the value of a `return` is given to
@@ -318,9 +316,16 @@ TESTED = NameChain("is None", "tested")  # to a test that reads nothing of it, o
 TRUTH = NameChain("bool", "tested")  # to a test of its truth
 _ENVIRON = NameChain("os", "module", ("environ",))
 _IS_INSTANCE = NameChain("isinstance", "global")
-_TYPE = NameChain("type", "global")
+_GLOBALS = NameChain("globals", "global")
+_PARTS_OF = {NameChain("type", "global"): "__class__", NameChain("vars", "global"): "__dict__"}
 _SEEDS = {"seed", "setstate", "set_state"}  # of a generator
-_BY_NAME = {NameChain("getattr", "global"), NameChain("hasattr", "global")}  # `getattr(cfg, "alpha")` reads `cfg.alpha`
+_PURE = {NameChain(name, "global") for name in PURE}
+_SET = NameChain("setattr", "global")
+_BY_NAME = {
+    _SET,
+    NameChain("getattr", "global"),
+    NameChain("hasattr", "global"),
+}  # `getattr(cfg, "alpha")` reads `cfg.alpha`
 _NO_EFFECT = {
     "RESUME",
     "CACHE",

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fzero.capture.reads.read_places import MISSING
+from fzero.capture.reads.worth import MISSING
 
 
 @dataclass(eq=False)

@@ -48,22 +48,28 @@ def kind_of(filename: str) -> str:
 
 
 def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
-    """The same of a function's code and its globals: what `python -c` was given is the user's too, and has the file
-    name of code that was generated."""
-    given = code.co_filename == "<string>" and variables.get("__name__") == "__main__" and sys.argv[:1] == ["-c"]
-    return USER if given else kind_of(code.co_filename)
+    """The same of a function's code and its globals. What `exec` or `python -c` was given has the file name of code
+    that was generated: it is the user's in a module of the user's, as a dataclass's `__eq__` is, and in a dict that is
+    no module."""
+    if code.co_filename != "<string>":
+        return kind_of(code.co_filename)
+    if variables.get("__file__"):
+        return kind_of(variables["__file__"])
+    typed = "__name__" not in variables or (variables["__name__"] == "__main__" and sys.argv[:1] == ["-c"])
+    return USER if typed else OTHER
 
 
 class Follower(Protocol):
     """What is told of functions. `entered` is asked at least once for each code object, and says whether its lines are
-    followed; `line` comes before a line runs, `left` when a function that is followed returns or raises. `instruction`
+    followed; `line` comes before a line runs, `left` when a function that is followed returns a value or raises (with
+    None). `instruction`
     comes before one, with its offset, in functions of which `by_instruction` says that it must."""
 
     def entered(self, frame: types.FrameType) -> bool: ...
     def by_instruction(self, code: types.CodeType) -> bool: ...
     def line(self, frame: types.FrameType) -> None: ...
     def instruction(self, frame: types.FrameType, offset: int) -> None: ...
-    def left(self, frame: types.FrameType) -> None: ...
+    def left(self, frame: types.FrameType, value: Any) -> None: ...
 
 
 class _BySettrace:
@@ -106,7 +112,7 @@ class _BySettrace:
         elif event == "opcode":
             self.follower.instruction(frame, frame.f_lasti)
         elif event == "return":
-            self.follower.left(frame)
+            self.follower.left(frame, argument)
         return self._local
 
 
@@ -175,11 +181,11 @@ class _Monitored:
 
     def _left(self, code: types.CodeType, offset: int, value: Any) -> None:
         if threading.get_ident() == self.thread:
-            self.follower.left(sys._getframe(1))
+            self.follower.left(sys._getframe(1), value)
 
     def _unwound(self, code: types.CodeType, offset: int, error: BaseException) -> None:
         if threading.get_ident() == self.thread:
-            self.follower.left(sys._getframe(1))
+            self.follower.left(sys._getframe(1), None)
 
 
 def frames_for(follower: Follower) -> Any:

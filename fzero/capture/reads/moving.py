@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fzero.capture.reads.bytecode import NameChain
+from fzero.capture.reads.chains import NameChain
 from fzero.capture.reads.frames import USER, kind_of_code
-from fzero.capture.reads.read_places import CONTAINERS, ReadPlace, is_traced
+from fzero.capture.reads.read_places import CONTAINERS, ReadPlace
+from fzero.capture.reads.worth import is_traced
 from fzero.errors import CaptureError
 
 CHANGES = {"append", "extend", "insert", "clear", "update", "setdefault", "add", "remove", "discard", "pop", "popitem"}

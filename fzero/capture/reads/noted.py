@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.capture.reads.read_places import ATTRIBUTE, COPY, ENTRY, FIXED, ITEM, MISSING, ReadPlace, same_code, shown
+from fzero.capture.reads.module_parts import ModuleParts
+from fzero.capture.reads.read_places import ATTRIBUTE, COPY, ENTRY, ITEM, ReadPlace
+from fzero.capture.reads.worth import DESCRIPTORS, FIXED, MISSING, same_code, shown
 
 REMEDY = (
     "A program reads it once, when it is traced. Pass what changes in the batch, keep it in the state, or trace a new "
@@ -35,8 +37,11 @@ class Change:
 
     def __str__(self) -> str:
         old = self.place.behind if self.place.value is MISSING else self.place.value
-        was, now = shown(old), shown(self.now)
-        return f"{self.place.name}, which {self.place.where} reads, was {was} and is {'another ' * (was == now)}{now}"
+        parts = getattr(self.place.key, "__self__", None)
+        told = parts.told if isinstance(parts, ModuleParts) else lambda *x: x
+        name, old, new = told(self.place.name, old, self.now)
+        was, now = shown(old), shown(new)
+        return f"{name}, which {self.place.where} reads, was {was} and is {'another ' * (was == now)}{now}"
 
 
 @dataclass
@@ -108,7 +113,7 @@ class Reads:
         learnt = False
         for place in self.places:
             now = place.now()
-            if now is place.value:
+            if now is place.value or (place.filled and now is MISSING):
                 continue
             if place.holds(now) or _rebuilt(place, now, parts):
                 place.value, learnt = now, True
@@ -175,7 +180,15 @@ def _holders(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(old.__closure__ or (), new.__closure__ or (), strict=True)
 
 
-_NO_PARTS = (*FIXED, enum.Enum, torch.Tensor, types.ModuleType, types.MethodType, types.BuiltinFunctionType)
+_NO_PARTS = (
+    *FIXED,
+    *DESCRIPTORS,
+    enum.Enum,
+    torch.Tensor,
+    types.ModuleType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+)
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from typing import Any
 from torch import nn
 
 from fzero.capture.provenance import defined_at
-from fzero.capture.reads import host_draws, read_places
+from fzero.capture.reads import host_draws, read_places, worth
 from fzero.capture.reads.cells import Cells
 from fzero.capture.reads.frames import USER, kind_of_code
-from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, MISSING, ReadPlace, Spot
+from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, ReadPlace, Spot
+from fzero.capture.reads.worth import MISSING
 from fzero.errors import CaptureError
 
 PlaceId = tuple[str, int, Any]
@@ -74,8 +75,7 @@ class PlaceTable:
 
     def end(self, value: Any, name: str, where: str, parent: ReadPlace | None, depth: int) -> None:
         """At the end of a chain: a function is known by its code, and what a container holds is noted."""
-        if isinstance(value, types.MethodType):
-            value = value.__func__
+        value = read_places.wrapped(value.__func__ if isinstance(value, types.MethodType) else value)
         if isinstance(value, functools.partial):
             self._given(value, name, where, parent)
             return
@@ -85,7 +85,7 @@ class PlaceTable:
         self.ended[id(value)] = value
         known_module = isinstance(value, nn.Module) and (ENTRY, id(vars(value)), "training") in self.places
         parts = read_places.contents(value, depth) if depth < read_places.DEEP and not known_module else []
-        if any(read_places.is_traced(ReadPlace(*spot, "", "", None).now()) for spot, _ in parts):
+        if any(worth.is_traced(ReadPlace(*spot, "", "", None).now()) for spot, _ in parts):
             return
         for spot, end in parts:
             place = self.note(spot, name + end, where, parent)
@@ -114,17 +114,25 @@ class PlaceTable:
 
     def kept(self) -> list[ReadPlace]:
         """What stays to be compared. Raises CaptureError for a number that the functions count."""
-        for known, written in self.written.items():
-            self._refuse_count(written, self.places.get(known))
-        for place in self.places.values():
+        for known, place in self.places.items():
+            self._fill(known, place)
             place.whole = id(place.value) in self.ended
         self.ended.clear()
+        self._drop_short_lived()  # a copy of a configuration, which the functions may change
+        for known, written in self.written.items():
+            self._refuse_count(written, self.places.get(known))
         own = {id(place) for known, place in self.places.items() if self._is_own(known, place)}
         for known in [known for known, place in self.places.items() if any(id(p) in own for p in _line_of(place))]:
             del self.places[known]
         self._drop_short_lived()
         self._drop_within()
         return list(self.places.values())
+
+    def _fill(self, known: PlaceId, place: ReadPlace) -> None:
+        """Tells an entry that was not there what no line of the user put there, but a `defaultdict` or the like."""
+        if place.kind == ENTRY and place.value is MISSING and known not in self.written:
+            place.value = place.now()
+            place.filled = place.value is not MISSING
 
     def _drop_short_lived(self) -> None:
         """Drops the places of objects that only these places hold: the traced functions made them, and left them."""
@@ -150,7 +158,7 @@ class PlaceTable:
 
     def _is_own(self, known: PlaceId, place: ReadPlace) -> bool:
         """Whether a place is the traced functions' own: they write to it, or its value is of the trace."""
-        own = known in self.written or place.holder is None or read_places.is_traced(place.value)
+        own = known in self.written or place.holder is None or worth.is_traced(place.value)
         sized = place.kind in (read_places.COPY, read_places.ITEM) and id(place.holder) in self.changed
         return own or sized or not place.holds(place.now())
 
@@ -158,11 +166,7 @@ class PlaceTable:
         if place is None or not written.from_itself or _id(place) not in self.used:
             return
         now = place.now()
-        if (
-            read_places.is_number(written.before)
-            and read_places.is_number(now)
-            and not read_places.same(written.before, now)
-        ):
+        if worth.is_number(written.before) and worth.is_number(now) and not worth.same(written.before, now):
             raise CaptureError(
                 f"{written.name}, which {place.where} reads, is changed by {written.where} from {written.before!r} to "
                 f"{now!r}: that happens once, when the step is traced, and not at each step. Count in the state "

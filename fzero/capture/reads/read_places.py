@@ -7,15 +7,16 @@ one object, or equal values of one type that cannot change (`same`).
 
 from __future__ import annotations
 
+import array
 import contextvars
-import enum
 import functools
+import gc
+import io
 import operator
 import os
-import reprlib
 import threading
 import types
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,18 +25,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from fzero._torch_compat import is_fake
-from fzero.capture.provenance import defined_at, describe
+from fzero.capture.reads.module_parts import ModuleParts
+from fzero.capture.reads.worth import DESCRIPTORS, MISSING, Worth, is_traced, same
 
-
-class _Missing(enum.Enum):
-    MISSING = "nothing"
-
-    def __repr__(self) -> str:
-        return "not there"
-
-
-MISSING = _Missing.MISSING
 ENTRY, ITEM, ATTRIBUTE, COPY = "entry", "item", "attribute", "copy"
 READ: dict[str, Callable[[Any, Any], Any]] = {
     ENTRY: lambda holder, key: dict.get(holder, key, MISSING),
@@ -46,6 +38,7 @@ READ: dict[str, Callable[[Any, Any], Any]] = {
 Spot = tuple[str, Any, Any]  # (kind, holder, key)
 
 CONTAINERS = (dict, list, tuple, set, deque)
+BUFFERS = (np.ndarray, bytearray, memoryview, array.array)
 MOST_ITEMS = 512  # of a container whose contents are noted one by one
 MOST_IN_ALL = 2048  # items of it and of the containers within it
 DEEP = 4  # containers within containers
@@ -58,7 +51,8 @@ class ReadPlace:
     """A place that was read, and its value then. `parent`: the place that its holder came from.
 
     name: as the user's code has it. where: the function that read it, and the line. behind: of an entry that is not
-    there, the value that the class has instead. whole: the value was given to what may read all of it.
+    there, the value that the class has instead. whole: the value was given to what may read all of it. filled: by the
+    trace, as a `cached_property` is: it may be emptied.
     """
 
     kind: str
@@ -70,6 +64,7 @@ class ReadPlace:
     parent: ReadPlace | None = None
     behind: Any = MISSING
     whole: bool = False
+    filled: bool = False
 
     def now(self) -> Any:
         """The value that it has now, MISSING if there is none."""
@@ -93,9 +88,11 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
     A class's attribute has two: the object's own entry, which would hide it, and the class's.
     """
     if isinstance(owner, torch.Tensor):
-        return [], MISSING
+        return [(ATTRIBUTE, owner, name)] if name in ("requires_grad", "dtype") else [], MISSING
     if name == "__class__":
         return [], type(owner)
+    if name == "__dict__":
+        return [], vars(owner) if hasattr(owner, "__dict__") else MISSING
     if _ASKED.get(name, lambda _: False)(owner):
         return [(COPY, owner, Asked(name))], MISSING
     names = getattr(owner, "_fields", ()) if isinstance(owner, tuple) else ()  # of a named tuple
@@ -104,21 +101,26 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
     if isinstance(owner, type):
         value = _get(owner, name)
         stable = value is not MISSING and value is _get(owner, name) and owner.__flags__ & _HEAP_TYPE
-        return ([(ATTRIBUTE, owner, name)], value) if stable else ([], MISSING)
+        return (
+            ([(ATTRIBUTE, owner, name)], value)
+            if stable
+            else (_of_descriptor(owner, name, of_class(owner, name)), MISSING)
+        )
     kind, own = type(owner), getattr(owner, "__dict__", None)
     own = own if isinstance(own, dict) else None
-    raw = next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), MISSING)
+    raw = of_class(kind, name)
     if isinstance(raw, types.MemberDescriptorType):  # of __slots__
         return [(ATTRIBUTE, owner, name)], _get(owner, name)
     if raw is not MISSING and hasattr(type(raw), "__set__"):
-        return [], MISSING
+        return _of_descriptor(kind, name, raw), MISSING
     if own is not None and name in own:
         return [(ENTRY, own, name)], own[name]
     if raw is not MISSING:
         value = raw.__func__ if isinstance(raw, staticmethod) else raw
         computed = hasattr(type(raw), "__get__") and not isinstance(raw, (types.FunctionType, staticmethod))
         if computed or not kind.__flags__ & _HEAP_TYPE:
-            return [], MISSING
+            filled = [(ENTRY, own, name)] if own is not None and isinstance(raw, functools.cached_property) else []
+            return [*filled, *_of_descriptor(kind, name, raw)], MISSING
         return [*([] if own is None else [(ENTRY, own, name)]), (ATTRIBUTE, kind, name)], value
     for part in _MODULE_PARTS if isinstance(owner, nn.Module) else ():
         if name in vars(owner)[part]:
@@ -128,6 +130,40 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
         return ([(ATTRIBUTE, owner, name)], value) if same(value, _get(owner, name)) else ([], value)
     may_come = own is not None and not isinstance(owner, types.ModuleType)  # `hasattr(cfg, "alpha")`
     return ([(ENTRY, own, name)] if may_come else []), MISSING
+
+
+def of_class(kind: type, name: str) -> Any:
+    """What a class, or one that it is derived from, has by a name; MISSING if there is none."""
+    return next((vars(c)[name] for c in kind.__mro__ if name in vars(c)), MISSING)
+
+
+def computed_elsewhere(owner: Any, name: str) -> bool:
+    """Whether code that is not the user's makes an attribute of what the object holds, which no place tells: the `day`
+    of a date, a method of C."""
+    raw = of_class(type(owner), name)
+    plain = raw is MISSING or isinstance(raw, (types.FunctionType, types.MemberDescriptorType, *DESCRIPTORS))
+    return not plain and hasattr(type(raw), "__get__") and not isinstance(owner, _TOLD)
+
+
+_TOLD = (type, types.ModuleType, io.IOBase, *CONTAINERS)  # whose methods and parts others tell
+
+
+@dataclass(frozen=True)
+class OfClass:
+    """What a class has by a name: of a place of the kind COPY."""
+
+    name: str
+
+    def __call__(self, kind: type) -> Worth:
+        return Worth(of_class(kind, self.name))
+
+
+def _of_descriptor(kind: type, name: str, raw: Any) -> list[Spot]:
+    """Where a property or a class method lies, which another may take the place of."""
+    if not isinstance(raw, DESCRIPTORS) or not kind.__flags__ & _HEAP_TYPE:
+        return []
+    stays = _get(kind, name) is raw  # as a property does, asked of the class
+    return [(ATTRIBUTE, kind, name) if stays else (COPY, kind, OfClass(name))]
 
 
 def _get(owner: Any, name: str) -> Any:
@@ -155,6 +191,8 @@ def item(owner: Any, key: Any) -> tuple[list[Spot], Any]:
             return ([] if key is MISSING else [(ENTRY, owner, key)]), dict.get(owner, key, MISSING)
         if isinstance(owner, (list, tuple, deque)) or (isinstance(owner, Mapping) and key in owner):
             return [(ITEM, owner, key)], owner[key]
+    except IndexError:  # which may come later
+        return [(COPY, owner, len)], MISSING
     except Exception:  # a key that does not fit: the user's own code will say so
         pass
     return [], MISSING
@@ -165,15 +203,16 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
     of its name. Of a container with more than MOST_ITEMS, or MOST_IN_ALL with those within, only the length.
 
     depth: how many containers it lies in."""
-    if isinstance(owner, np.ndarray):
-        return [((COPY, owner, np.ndarray.tobytes), "")] if owner.nbytes <= MOST_BYTES else []
+    if isinstance(owner, BUFFERS):
+        copy = np.ndarray.tobytes if isinstance(owner, np.ndarray) else bytes
+        return [((COPY, owner, copy), "")] if _size(owner) <= MOST_BYTES else []
     if isinstance(owner, functools.partial):
         return [((ATTRIBUTE, owner, part), f".{part}") for part in ("func", "args", "keywords")]
     if isinstance(owner, nn.Module):
-        parts = _Parts(owner)
+        parts = ModuleParts(owner)
         return [
             ((ENTRY, vars(owner), "training"), ".training"),
-            ((COPY, owner, parts.training), "'s parts' training"),
+            ((COPY, owner, parts.settings), "'s parts' settings"),
             ((COPY, owner, parts.modules), "'s parts"),
         ]
     if not isinstance(owner, CONTAINERS):
@@ -186,6 +225,10 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
     if isinstance(owner, dict):
         return [((COPY, owner, list), "'s keys"), *(((ENTRY, owner, key), f"[{key!r}]") for key in owner)]
     return [*whole, *(((ITEM, owner, i), f"[{i}]") for i in range(len(owner)))]
+
+
+def _size(buffer: Any) -> int:
+    return int(buffer.nbytes if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes)
 
 
 @dataclass(frozen=True)
@@ -214,20 +257,6 @@ class Asked:
         return Worth(MISSING if is_traced(found) else found)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Worth:
-    """A value that is compared as `same` compares, number by number within a list."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        old, new = self.value, other.value if isinstance(other, Worth) else MISSING
-        return same(tuple(old), tuple(new)) if isinstance(old, list) and isinstance(new, list) else same(old, new)
-
-    def __repr__(self) -> str:
-        return shown(self.value)
-
-
 ENVIRON = type(os.environ)
 _ASKED: dict[str, Callable[[Any], bool]] = {  # by name: of which owners it is read
     "get": lambda owner: isinstance(owner, contextvars.ContextVar),
@@ -239,8 +268,24 @@ _ASKED: dict[str, Callable[[Any], bool]] = {  # by name: of which owners it is r
 
 def of_all(owner: Any, name: str) -> bool:
     """Whether an attribute is a method of a container, which may read all that it holds."""
-    kinds = [kind for kind in CONTAINERS if isinstance(owner, kind)]
-    return any(hasattr(kind, name) for kind in kinds) or (tuple in kinds and name.startswith("_"))
+    if not isinstance(owner, (*CONTAINERS, *_WRAPPERS)):
+        return False
+    kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
+    own = bool(kinds) and kinds[0].__module__ in _OF_CONTAINERS and name != "__dict__"
+    return own or (isinstance(owner, tuple) and name.startswith("_"))
+
+
+_WRAPPERS = (UserDict, UserList, ChainMap, types.MappingProxyType)
+_OF_CONTAINERS = ("builtins", "collections", "collections.abc", "torch._C")  # and torch.Size
+
+
+def wrapped(owner: Any) -> Any:
+    """The container that one of `_WRAPPERS` shows; another object as it is."""
+    if isinstance(owner, types.MappingProxyType):
+        return gc.get_referents(owner)[0]
+    if isinstance(owner, (UserDict, UserList)):
+        return vars(owner).get("data", owner)
+    return owner.maps if isinstance(owner, ChainMap) else owner
 
 
 def _in_all(owner: Any, depth: int = 0) -> int:
@@ -253,96 +298,3 @@ def _in_all(owner: Any, depth: int = 0) -> int:
             break
         count += _in_all(part, depth + 1)
     return count
-
-
-class _Parts:
-    """The modules within one: their modes, and who holds whom. Immutable."""
-
-    def __init__(self, module: nn.Module) -> None:
-        parts = list(module.modules())
-        self.flags = [vars(part) for part in parts]
-        self.children = [part._modules for part in parts if part._modules]
-
-    def training(self, module: nn.Module) -> list[bool]:
-        """Whether each is in training."""
-        return [*map(_TRAINING, self.flags)]
-
-    def modules(self, module: nn.Module) -> list[list[nn.Module | None]]:
-        """The modules that each holds."""
-        return [*map(list, map(dict.values, self.children))]
-
-
-_TRAINING = operator.itemgetter("training")
-FIXED = (
-    int, float, complex, str, bytes, bool, type(None), range, slice, np.generic,
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
-)  # fmt: skip
-
-
-def same(old: Any, new: Any) -> bool:
-    """Whether a value is what it was: one object, or equal ones of one type that cannot change. A function that was
-    defined again from the same code, with the same defaults and no closure, is the same."""
-    if old is new:
-        return True
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, (float, complex)):
-        return repr(old) == repr(new)  # 0.0 is not -0.0, and nan is nan
-    if isinstance(old, (tuple, frozenset)):
-        if isinstance(old, frozenset):
-            return bool(old == new)
-        return len(old) == len(new) and all(map(same, old, new))
-    if isinstance(old, FIXED):
-        return bool(old == new)
-    if isinstance(old, types.FunctionType):
-        return _same_function(old, new)
-    if isinstance(old, types.MethodType):
-        return old.__self__ is new.__self__ and same(old.__func__, new.__func__)
-    return False
-
-
-def _same_function(old: types.FunctionType, new: types.FunctionType) -> bool:
-    alike = same_code(old.__code__, new.__code__) and not old.__closure__ and not new.__closure__
-    defaults = same(old.__defaults__, new.__defaults__) and old.__kwdefaults__ == new.__kwdefaults__
-    return alike and defaults and old.__globals__ is new.__globals__
-
-
-def same_code(old: types.CodeType, new: types.CodeType) -> bool:
-    """Whether two functions were made from the same text, on whatever lines."""
-    return (
-        old.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=())
-        == new.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=())
-        and len(old.co_consts) == len(new.co_consts)
-        and all(map(_same_constant, old.co_consts, new.co_consts))
-    )
-
-
-def _same_constant(old: Any, new: Any) -> bool:
-    codes = isinstance(old, types.CodeType) and isinstance(new, types.CodeType)
-    return same_code(old, new) if codes else same(old, new)
-
-
-def is_fixed(value: Any) -> bool:
-    """Whether a value cannot change, and may be a key."""
-    return isinstance(value, (*FIXED, enum.Enum)) or (isinstance(value, tuple) and all(map(is_fixed, value)))
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value may count: an int or a float, and no flag."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_traced(value: Any) -> bool:
-    """Whether a value is an input's, or computed from one: a tensor of the trace."""
-    return isinstance(value, torch.Tensor) and is_fake(value)
-
-
-def shown(value: Any) -> str:
-    """A value as messages show it."""
-    if isinstance(value, torch.Tensor):
-        return describe(value)
-    if isinstance(value, (types.FunctionType, types.MethodType)):
-        return defined_at(value)
-    if isinstance(value, nn.Module):
-        return type(value).__name__
-    return reprlib.repr(value)

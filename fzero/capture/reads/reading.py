@@ -14,37 +14,27 @@ seen. Lines of both are looked at for draws from a generator (`draws`).
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from fzero.capture.provenance import defined_at
-from fzero.capture.reads import host_draws, moving, read_places
-from fzero.capture.reads.bytecode import (
-    RETURNED,
-    TESTED,
-    TRUTH,
-    ConstantKey,
-    Get,
-    Lines,
-    NameChain,
-    Named,
-    Step,
-    Use,
-    Within,
-    lines_of,
-)
+from fzero.capture.reads import host_draws, moving, read_places, worth
+from fzero.capture.reads.bytecode import RETURNED, TESTED, TRUTH, lines_of
 from fzero.capture.reads.cells import StandIn
+from fzero.capture.reads.chains import Computed, Get, Lines, NameChain, Named, Use, Within
+from fzero.capture.reads.following import Following
 from fzero.capture.reads.frames import LIBRARY, OTHER, USER, frames_for, kind_of, kind_of_code
 from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.place_table import PlaceTable
-from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, MISSING, ReadPlace, Spot
+from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, ReadPlace, Spot
+from fzero.capture.reads.worth import MISSING
 
+_OF_ALL_FIELDS = (dataclasses.asdict, dataclasses.astuple, dataclasses.replace, copy.copy, copy.deepcopy)
 _EXTREMES = (NameChain("max", "global"), NameChain("min", "global"))  # of what was met so far: it is no count
 
 
@@ -67,6 +57,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.paused = frames_for(self)
+        self.following = Following(self.table)
 
     def __enter__(self) -> Reading:
         self.draws.start()
@@ -92,6 +83,7 @@ class Reading:
         kind = kind_of_code(code, frame.f_globals)
         if kind == USER:
             self.codes[code] = None
+            self._method(frame)
             return True
         if kind == LIBRARY:
             caller = frame.f_back.f_code.co_filename if frame.f_back else ""
@@ -101,6 +93,19 @@ class Reading:
         if not host_draws.may_ask_the_system(code) and code.co_filename != "<string>":
             self.passed[id(code)] = code
         return False
+
+    def _method(self, frame: types.FrameType) -> None:
+        """Notes where a method lies that runs, for not each is named: `__mul__`, `forward`, one of `super()`."""
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        named = [kind for kind in _class_of(owner).__mro__ if code.co_name in vars(kind)]
+        for kind in named:
+            fns = worth.functions_of(vars(kind)[code.co_name])
+            if any(isinstance(fn, types.FunctionType) and fn.__code__ is code for fn in fns):
+                asked = owner if kind is named[0] else kind
+                for spot in read_places.attribute(asked, code.co_name)[0]:
+                    self.table.note(spot, f"{kind.__qualname__}.{code.co_name}", _where(frame), None)
+                return
 
     def line(self, frame: types.FrameType) -> None:
         """Notes what the line names that a function is about to run."""
@@ -130,17 +135,21 @@ class Reading:
             self._writes(lines, number, frame, where, at)
         self.draws.expect(frame, where, generators)
 
-    def left(self, frame: types.FrameType) -> None:
-        """After the last line of a function."""
+    def left(self, frame: types.FrameType, value: Any) -> None:
+        """After the last line of a function. value: what it returns."""
         self.draws.settle(frame)
         self._line_before(frame, last=True)
+        caller = frame.f_back
+        if caller is not None and frame.f_code in self.codes and caller.f_code in self.codes:
+            self.following.results.setdefault(id(caller), []).append((frame.f_code, value))
 
     def _line_before(self, frame: types.FrameType, *, last: bool = False) -> None:
         """After a line: what it has made itself (`c = config(); x = x * c.alpha`) is there now."""
         code, number = self.last.pop(id(frame), (None, 0))
-        if code is frame.f_code and (last or number in _local_lines(code)):
+        if code is frame.f_code and (last or number in _local_lines(code) or id(frame) in self.following.results):
             ran = {None, *(at for at in lines_of(code).offsets if (code, number, at) in self.seen)}
             self._read(lines_of(code), number, frame, _where(frame, number), False, ran)
+        self.following.results.pop(id(frame), None)
 
     def _read(
         self, lines: Lines, number: int, frame: types.FrameType, where: str, first: bool, ran: Set[int | None]
@@ -150,31 +159,44 @@ class Reading:
         users = frame.f_code in self.codes
         for use in lines.seeds.get(number, ()):
             if use.at in ran or not users:
-                self._follow(use.chain, frame, where, generators, False)
+                self.following.follow(use.chain, frame, where, generators, False)
         self.draws.seeded |= {id(generator) for generator in generators}
         written = {use.chain for use in lines.writes.get(number, ())}
         for use in lines.reads.get(number, ()):
-            chain, callee = use.chain, use.callee
-            if not users or (use.at in ran and (first or _varies(chain))):
-                value, place = self._follow(chain, frame, where, generators, users)
-                if place is not None and (use.after or _plain(chain) not in written):
-                    self.table.use(place)
-                if users:
-                    self._asked(use, frame, where)
-                if callee is TRUTH and isinstance(value, read_places.CONTAINERS) and users:
-                    self.table.note((read_places.COPY, value, bool), f"bool({chain})", where, place)
-                elif users and value is not MISSING and not self._follows_itself(callee, frame):
-                    self.table.end(value, str(chain), where, place, 0)
-                    self.moves.given(value, str(chain), where, callee)
+            chain = use.chain
+            again = first or _varies(chain) or id(frame) in self.following.results
+            if not users or (use.at in ran and again):
+                called = chain.called
+                for result in [MISSING] if called is None else self.following.results_of(called, frame):
+                    self._note(use, frame, where, generators, _plain(chain) in written, result)
         return generators
+
+    def _note(
+        self, use: Use, frame: types.FrameType, where: str, generators: list[Any], written: bool, result: Any
+    ) -> None:
+        """Notes what one use reads. written: the line writes to the same. result: of the call that it begins with."""
+        chain, callee, users = use.chain, use.callee, frame.f_code in self.codes
+        value, place = self.following.follow(chain, frame, where, generators, users, result)
+        if place is not None and (use.after or not written):
+            self.table.use(place)
+        if not users:
+            return
+        self._asked(use, frame, where)
+        if callee is TRUTH and isinstance(value, read_places.CONTAINERS):
+            self.table.note((read_places.COPY, value, bool), f"bool({chain})", where, place)
+        elif value is not MISSING and not self._follows_itself(callee, frame):
+            self.table.end(value, str(chain), where, place, 0)
+            self.moves.given(value, str(chain), where, callee)
+            if any(self._function(callee, frame) is fn for fn in _OF_ALL_FIELDS) and hasattr(value, "__dict__"):
+                self.table.end(vars(value), str(chain), where, place, 0)
 
     def _asked(self, use: Use, frame: types.FrameType, where: str) -> None:
         """Notes what a use takes from its owner, if it ends in a method that may."""
         *owners, last = use.chain.steps or (None,)
         method = "get" if isinstance(last, Get) else last
         if method in moving.METHODS:
-            owner = NameChain(use.chain.name, use.chain.scope, tuple(owners))
-            value, _ = self._follow(owner, frame, "", [], False)
+            owner = replace(use.chain, steps=tuple(owners))
+            value, _ = self.following.follow(owner, frame, "", [], False)
             self.moves.asked(value, method, str(owner), where, use.dropped)
 
     def _follows_itself(self, callee: NameChain | None, frame: types.FrameType) -> bool:
@@ -184,65 +206,13 @@ class Reading:
             return True
         if callee is RETURNED:
             return frame.f_code.co_name == "__getattr__"
-        fn = MISSING if callee is None else self._follow(callee, frame, "", [], False)[0]
-        fn = fn.__func__ if isinstance(fn, types.MethodType) else fn
+        fn = self._function(callee, frame)
         return isinstance(fn, types.FunctionType) and kind_of_code(fn.__code__, fn.__globals__) == USER
 
-    def _follow(
-        self, chain: NameChain, frame: types.FrameType, where: str, generators: list[Any], notes: bool
-    ) -> tuple[Any, ReadPlace | None]:
-        """(the value of a chain, its place). Notes every place on the way where `notes`; adds to `generators`."""
-        name, place = chain.name, None
-        value: Any = MISSING
-        if chain.scope == "module":
-            value = sys.modules.get(name, MISSING)
-        elif chain.scope == "global":
-            value = frame.f_globals.get(name, MISSING)
-            if value is not MISSING and notes:
-                place = self.table.note((ENTRY, frame.f_globals, name), name, where, None)
-        else:
-            value = frame.f_locals.get(name, MISSING)
-            if chain.scope == "free" and value is not MISSING and notes:
-                spot = (ATTRIBUTE, self.table.cells.of(frame.f_code, name, value), "cell_contents")
-                place = self.table.note(spot, name, where, None, value)
-        for i, step in enumerate(chain.steps):
-            if (generator := host_draws.generator_of(value)) is not None:
-                generators.append(generator)
-            if value is MISSING or read_places.is_traced(value):
-                return MISSING, None
-            owner = value
-            name = str(NameChain(chain.name, chain.scope, chain.steps[: i + 1]))
-            spots, value = self._step(owner, step, frame, where)
-            whole = isinstance(owner, np.ndarray) or (isinstance(step, str) and read_places.of_all(owner, step))
-            whole = whole or (isinstance(step, Within) and not isinstance(owner, dict))
-            if whole and notes:
-                if step in moving.CHANGES:
-                    self.table.change(owner)
-                else:
-                    self.table.end(owner, str(NameChain(chain.name, chain.scope, chain.steps[:i])), where, place, 0)
-            for spot in spots if notes else ():
-                place = self.table.note(spot, name, where, place)
-                place.behind = value
-        if (generator := host_draws.generator_of(value)) is not None:
-            generators.append(generator)
-        return value, place
-
-    def _step(self, owner: Any, step: Step | NameChain, frame: types.FrameType, where: str) -> tuple[list[Spot], Any]:
-        """(where a step's value lies, the value), of an owner that is no dict for the method `get`, too."""
-        if isinstance(step, str):
-            return read_places.attribute(owner, step)
-        if isinstance(step, Get) and not isinstance(owner, (dict, read_places.ENVIRON)):
-            return read_places.attribute(owner, "get")[0], MISSING
-        asked = step.key if isinstance(step, (Get, Within, Named)) else step
-        key = asked.value if isinstance(asked, ConstantKey) else self._follow(asked, frame, where, [], False)[0]
-        if isinstance(step, Named):
-            return read_places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)
-        if isinstance(step, Within):
-            known = isinstance(owner, (dict, read_places.ENVIRON)) and key is not MISSING and read_places.is_fixed(key)
-            return ([(read_places.COPY, owner, read_places.Has(key))] if known else []), MISSING
-        if isinstance(step, Get) and isinstance(owner, read_places.ENVIRON):
-            return [(read_places.COPY, owner, read_places.Asked("get", key))], MISSING
-        return read_places.item(owner, key)
+    def _function(self, callee: NameChain | None, frame: types.FrameType) -> Any:
+        """What a value is given to; MISSING where it is not known."""
+        fn = MISSING if callee is None else self.following.follow(callee, frame, "", [], False)[0]
+        return fn.__func__ if isinstance(fn, types.MethodType) else fn
 
     def _writes(self, lines: Lines, number: int, frame: types.FrameType, where: str, at: int | None) -> None:
         updates = {
@@ -250,7 +220,7 @@ class Reading:
             *(_plain(use.chain) for use in lines.reads.get(number, ()) if use.callee not in _EXTREMES),
         }
         for chain in (use.chain for use in lines.writes.get(number, ()) if use.at == at):
-            spot = self._target(chain, frame, where)
+            spot = self.following.target(chain, frame, where)
             if spot is None:
                 continue
             inner = isinstance(spot[1], StandIn)
@@ -259,27 +229,11 @@ class Reading:
             if isinstance(spot[1], read_places.CONTAINERS) and chain.steps:
                 self.table.change(spot[1])
 
-    def _target(self, chain: NameChain, frame: types.FrameType, where: str) -> Spot | None:
-        """Where a line puts the value of what it writes to; None where that is the function's own."""
-        if not chain.steps:
-            if chain.scope == "global":
-                return ENTRY, frame.f_globals, chain.name
-            value = frame.f_locals.get(chain.name, MISSING)
-            return ATTRIBUTE, self.table.cells.of(frame.f_code, chain.name, value), "cell_contents"
-        owner, _ = self._follow(NameChain(chain.name, chain.scope, chain.steps[:-1]), frame, where, [], False)
-        step = chain.steps[-1]
-        if owner is MISSING or read_places.is_traced(owner) or isinstance(step, (Get, Within, Named)):
-            return None
-        if isinstance(step, str):
-            return read_places.target(owner, step)
-        key = step.value if isinstance(step, ConstantKey) else self._follow(step, frame, where, [], False)[0]
-        kind = read_places.ITEM if isinstance(owner, list) else ENTRY
-        return (kind, owner, key) if isinstance(owner, (dict, list)) else None
-
     # --- after it
 
     def noted(self) -> Reads:
         """What stays to be compared. Raises CaptureError for draws, counts, and what is taken from an iterator."""
+        self.following.results.clear()
         self.table.resolve(self.codes)
         self.draws.check(defined_at(self.fns[-1]))
         for spot, name, where in self._of_libraries():
@@ -299,6 +253,10 @@ class Reading:
             yield (ENTRY, variables, first), first, where
             if isinstance(owner, type) and "." not in rest and rest in vars(owner):
                 yield (ATTRIBUTE, owner, rest), f"{first}.{rest}", where
+
+
+def _class_of(owner: Any) -> type:
+    return owner if isinstance(owner, type) else type(owner)
 
 
 def _where(frame: types.FrameType, number: int | None = None) -> str:
@@ -334,10 +292,16 @@ def _draw_lines(code: types.CodeType) -> frozenset[int]:
 def _varies(chain: NameChain) -> bool:
     """Whether a chain's places may be others each time that its line runs."""
     keys = (step.key if isinstance(step, (Get, Within, Named)) else step for step in chain.steps)
-    return chain.scope != "global" or any(_varies(key) for key in keys if isinstance(key, NameChain))
+    return chain.scope != "global" or any(map(_key_varies, keys))
+
+
+def _key_varies(key: Any) -> bool:
+    return (
+        _varies(key) if isinstance(key, NameChain) else isinstance(key, Computed) and any(map(_key_varies, key.parts))
+    )
 
 
 def _plain(chain: NameChain) -> NameChain:
     """A chain that reads an entry by `get`, as one that writes it has it."""
     steps = tuple(step.key if isinstance(step, Get) else step for step in chain.steps)
-    return NameChain(chain.name, chain.scope, steps)
+    return replace(chain, steps=steps)

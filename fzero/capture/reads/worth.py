@@ -1,0 +1,134 @@
+"""worth: which values are the same: one object, or equal ones of a type that cannot change; and how they are shown."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import pathlib
+import re
+import reprlib
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fzero._torch_compat import is_fake
+from fzero.capture.provenance import defined_at, describe
+
+
+class _Missing(enum.Enum):
+    MISSING = "nothing"
+
+    def __repr__(self) -> str:
+        return "not there"
+
+
+MISSING = _Missing.MISSING
+
+
+FIXED = (
+    int, float, complex, str, bytes, bool, type(None), range, slice, np.generic,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+    datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, pathlib.PurePath, re.Pattern,
+)  # fmt: skip
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether a value is what it was: one object, or equal ones of one type that cannot change. A function that was
+    defined again from the same code, with the same defaults and no closure, is the same."""
+    if old is new:
+        return True
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, (float, complex)):
+        return repr(old) == repr(new)  # 0.0 is not -0.0, and nan is nan
+    if isinstance(old, (tuple, frozenset)):
+        if isinstance(old, frozenset):
+            return bool(old == new)
+        return len(old) == len(new) and all(map(same, old, new))
+    if isinstance(old, FIXED):
+        return bool(old == new)
+    if isinstance(old, types.FunctionType):
+        return _same_function(old, new)
+    if isinstance(old, types.MethodType):
+        return old.__self__ is new.__self__ and same(old.__func__, new.__func__)
+    return isinstance(old, DESCRIPTORS) and same(functions_of(old), functions_of(new))
+
+
+DESCRIPTORS = (property, functools.cached_property, classmethod, staticmethod)
+
+
+def functions_of(raw: Any) -> tuple[Any, ...]:
+    """What a class's attribute runs where it is asked for, or called."""
+    if isinstance(raw, property):
+        return raw.fget, raw.fset, raw.fdel
+    if isinstance(raw, (classmethod, staticmethod)):
+        return (raw.__func__,)
+    return (raw.func,) if isinstance(raw, functools.cached_property) else (raw,)
+
+
+def _same_function(old: types.FunctionType, new: types.FunctionType) -> bool:
+    alike = same_code(old.__code__, new.__code__) and not old.__closure__ and not new.__closure__
+    defaults = same(old.__defaults__, new.__defaults__) and old.__kwdefaults__ == new.__kwdefaults__
+    return alike and defaults and old.__globals__ is new.__globals__
+
+
+def same_code(old: types.CodeType, new: types.CodeType) -> bool:
+    """Whether two functions were made from the same text, on whatever lines."""
+    return (
+        old.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=())
+        == new.replace(co_filename="", co_firstlineno=1, co_linetable=b"", co_consts=())
+        and len(old.co_consts) == len(new.co_consts)
+        and all(map(_same_constant, old.co_consts, new.co_consts))
+    )
+
+
+def _same_constant(old: Any, new: Any) -> bool:
+    codes = isinstance(old, types.CodeType) and isinstance(new, types.CodeType)
+    return same_code(old, new) if codes else same(old, new)
+
+
+def is_fixed(value: Any) -> bool:
+    """Whether a value cannot change, and may be a key."""
+    return isinstance(value, (*FIXED, enum.Enum)) or (isinstance(value, tuple) and all(map(is_fixed, value)))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value may count: an int or a float, and no flag."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is an input's, or computed from one: a tensor of the trace."""
+    return isinstance(value, torch.Tensor) and is_fake(value)
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it."""
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return defined_at(value)
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return reprlib.repr(value)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Worth:
+    """A value that is compared as `same` compares, number by number within a list."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        old, new = self.value, other.value if isinstance(other, Worth) else MISSING
+        return same(tuple(old), tuple(new)) if isinstance(old, list) and isinstance(new, list) else same(old, new)
+
+    def __repr__(self) -> str:
+        return shown(self.value)
