@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fzero._torch_compat import default_store
 from fzero.comm import heartbeat
-from fzero.errors import DisagreementError, printable
+from fzero.errors import DisagreementError, HangError, printable
 
 NOTE_BYTES = 512
 POLL_SECONDS = 0.05
@@ -87,6 +87,12 @@ def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Ten
 
 def _all_gather(tensors: list[torch.Tensor], local: torch.Tensor, group: Any) -> None:
     presence = heartbeat.of(group)
+    if presence is heartbeat.ALONE:
+        raise HangError(
+            "the process group of this state was destroyed: its ranks cannot be asked any more. Call "
+            "torch.distributed.destroy_process_group() after the last fzero call. To go on, fzero.load a checkpoint, "
+            "which starts a process group; what this rank holds of a leaf is still in .local"
+        )
     presence.waits = True
     try:
         dist.all_gather(tensors, local, group=group)

@@ -228,6 +228,12 @@ def test_a_rank_that_does_not_come_to_a_gather_is_an_error_of_the_heartbeat(monk
     assert not presence.waits
 
 
+def test_a_process_group_that_was_destroyed_is_named() -> None:
+    """It was torch's own error, with the advice to call init_process_group."""
+    with pytest.raises(HangError, match=r"^the process group of this state was destroyed.*fzero.load a checkpoint"):
+        agree(0, 2, "step 3", "digest", None)
+
+
 class Store(dist.HashStore):
     """One in which nobody waits without end."""
 
