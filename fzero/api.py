@@ -182,7 +182,10 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
         runtime.group,
         failure,
         runtime.flags(),
-        lambda: {**_shown(batch), **(lowered.graph.reads.numbers() if lowered else {})},
+        lambda: {
+            **_shown(batch if fn is None else batch["batch"]),
+            **(lowered.graph.reads.numbers() if lowered else {}),
+        },
         _same(state, batch) if failure is None else (),
     )
     assert lowered is not None

@@ -133,6 +133,7 @@ class Filling:
             recipe.treedef,
         )
         self.saved, self.recipe, self.step = saved, recipe, saved.step
+        self.seen = {"the digest of the checkpoint's manifest": saved.digest}
         here = {
             path: entry(tuple(value.shape), value.dtype, path in recipe.per_rank, data_ranks)
             for path, value in zip(recipe.paths, recipe.values, strict=True)

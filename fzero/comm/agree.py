@@ -15,6 +15,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,12 +24,15 @@ import torch.distributed as dist
 
 from fzero._torch_compat import default_store
 from fzero.comm import heartbeat
-from fzero.errors import DisagreementError, printable
+from fzero.errors import DisagreementError, HangError, printable
 
 NOTE_BYTES = 512
 POLL_SECONDS = 0.05
 CALL_BYTES = 160  # of a note; of its digest and of each shared value at most PART_BYTES
 PART_BYTES = 80
+TABLE_BYTES = 1 << 16  # of the inputs by name, which are told after an error alone
+STEP_NEEDS = "a step needs batches of the same shapes, dtypes and static values on all ranks, and functions that read "
+STEP_NEEDS += "the same values of Python"
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,14 @@ class Same:
     shown: bool = False
 
 
-def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
+def tell(note: bytes, world_size: int, group: Any, num_bytes: int = NOTE_BYTES) -> list[bytes]:
     """Returns the notes of all ranks, by rank. Collective.
 
-    Each note is cut at NOTE_BYTES, and zero bytes at its end are lost. The cost is one small all-gather over gloo.
+    Each note is cut at `num_bytes`, and zero bytes at its end are lost. The cost is one small all-gather over gloo.
     Raises HangError if a rank does not come.
     """
-    rows = _rows(world_size, group)
-    rows[-1] = torch.tensor(list(note[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")), dtype=torch.uint8)
+    rows = _rows(world_size, group, num_bytes)
+    rows[-1] = torch.tensor(list(note[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8)
     _all_gather(list(rows[:-1]), rows[-1], group)
     return [bytes(row).rstrip(b"\0") for row in rows[:-1].tolist()]
 
@@ -61,13 +65,13 @@ def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
 _kept: WeakKeyDictionary[heartbeat.Presence, torch.Tensor] = WeakKeyDictionary()
 
 
-def _rows(world_size: int, group: Any) -> torch.Tensor:
-    """Room for a note of each rank and for this rank's own: uint8 (ranks + 1, NOTE_BYTES). It is kept, because gloo's
+def _rows(world_size: int, group: Any, num_bytes: int = NOTE_BYTES) -> torch.Tensor:
+    """Room for a note of each rank and for this rank's own: uint8 (ranks + 1, num_bytes). It is kept, because gloo's
     threads let go of what they were given when they like: a step would hold more at one time than at another."""
     presence = heartbeat.of(group)
     rows = _kept.get(presence)
-    if rows is None or len(rows) != world_size + 1:
-        rows = _kept[presence] = torch.empty(world_size + 1, NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    if rows is None or rows.shape != (world_size + 1, num_bytes):
+        rows = _kept[presence] = torch.empty(world_size + 1, num_bytes, dtype=torch.uint8, device="cpu")
     return rows
 
 
@@ -83,6 +87,12 @@ def gathered(local: torch.Tensor, world_size: int, group: Any) -> list[torch.Ten
 
 def _all_gather(tensors: list[torch.Tensor], local: torch.Tensor, group: Any) -> None:
     presence = heartbeat.of(group)
+    if presence is heartbeat.ALONE:
+        raise HangError(
+            "the process group of this state was destroyed: its ranks cannot be asked any more. Call "
+            "torch.distributed.destroy_process_group() after the last fzero call. To go on, fzero.load a checkpoint, "
+            "which starts a process group; what this rank holds of a leaf is still in .local"
+        )
     presence.waits = True
     try:
         dist.all_gather(tensors, local, group=group)
@@ -130,13 +140,15 @@ def agree(
     flags: int = 0,
     inputs: Callable[[], Mapping[str, str]] = dict,
     same: Sequence[Same] = (),
+    needs: str = STEP_NEEDS,
 ) -> int:
     """Checks that all ranks make the same call, and returns the union of their `flags`. Collective.
 
     call: the name of the call, for messages. digest: identifies the program that this rank is about to run. failure:
     the error that this rank met before the call, if any. flags: bits that this rank sends to the others. inputs:
     returns the inputs of the call by name, as text; it is used only if the digests differ, so that the error can name
-    the input that differs. same: what groups of ranks must share; as many on every rank.
+    the input that differs. same: what groups of ranks must share; as many on every rank. needs: what the call needs of
+    its inputs, in words.
 
     Raises `failure` if there is one. Raises DisagreementError on every rank if calls, digests or shared values differ,
     and on the ranks that did not fail if another rank failed. Raises HangError if a rank does not come.
@@ -160,8 +172,9 @@ def agree(
                 if len({part[1] for part in parts}) == 1:  # one call: as many shared values on every rank
                     _compare_shared(same, [json.loads(part[3]) for part in parts], presence.label)
                     if len({part[2] for part in parts}) > 1:
-                        tables = [_table(note) for note in tell(_text(inputs()), world_size, group)]
-                        _compare_inputs(tables, presence.label)
+                        texts = tell(_text(inputs()), world_size, group, TABLE_BYTES)
+                        cut = any(len(text) == TABLE_BYTES for text in texts)
+                        _compare_inputs([_table(text) for text in texts], cut, needs, presence.label)
                 _compare(parts, presence.label)
                 any_rank_flags = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
         if failure is not None:
@@ -193,25 +206,31 @@ def _table(note: bytes) -> dict[str, str]:
     return dict(line.split("\t") for line in lines)
 
 
-def _compare_inputs(tables: list[dict[str, str]], label: Callable[[int], str]) -> None:
-    """Raises DisagreementError for the first input of rank 0 that differs on another rank."""
-    for name, first in tables[0].items():
+def _compare_inputs(tables: list[dict[str, str]], cut: bool, needs: str, label: Callable[[int], str]) -> None:
+    """Raises DisagreementError for the first input that differs from that of rank 0, else for the first that one of
+    them lacks. cut: a table may end before its last input."""
+    first = tables[0]
+    for name, here in first.items():
         for rank, table in enumerate(tables):
-            other = table.get(name, first)
-            if other == first:
-                continue
-            remedy = "Pad to a multiple that holds them all, or to the longest of all ranks (an all_reduce of the "
-            remedy += (
-                "length with MAX, before the step), and leave the padding out of the loss: fzero.Mean(total, count)"
-            )
-            shapes = first.partition("[")[0] == other.partition("[")[0] and "[" in first and "static(" not in first
-            if any(text.startswith(("int ", "float ")) for text in (first, other)):
-                remedy, shapes = "Give a number that differs between ranks as a tensor: torch.tensor(x)", True
-            raise DisagreementError(
-                f"{name} is {first} on {label(0)}, {other} on {label(rank)}: a step needs batches of the same shapes, "
-                "dtypes and static values on all ranks, and functions that read the same values of Python"
-                f"{f'. {remedy}' if shapes else ''}"
-            )
+            if (there := table.get(name, here)) != here:
+                remedy = _remedy(here, there) if needs == STEP_NEEDS else ""
+                raise DisagreementError(f"{name} is {here} on {label(0)}, {there} on {label(rank)}: {needs}{remedy}")
+    for rank, table in enumerate(() if cut else tables):
+        for (has, one), (lacks, other) in permutations(((0, first), (rank, table))):
+            for name in (name for name in one if name not in other):
+                raise DisagreementError(f"{name} is {one[name]} on {label(has)}, and {label(lacks)} has none: {needs}")
+
+
+def _remedy(here: str, there: str) -> str:
+    """How to mend two values of an input that differ: a sentence, or nothing."""
+    if any(text.startswith(("int ", "float ")) for text in (here, there)):
+        return ". Give a number that differs between ranks as a tensor: torch.tensor(x)"
+    if here.partition("[")[0] == there.partition("[")[0] and "[" in here and "static(" not in here:
+        return (
+            ". Pad to a multiple that holds them all, or to the longest of all ranks (an all_reduce of the length with "
+            "MAX, before the step), and leave the padding out of the loss: fzero.Mean(total, count)"
+        )
+    return ""
 
 
 def _compare_failures(rank: int, notes: list[list[str]], label: Callable[[int], str]) -> None:

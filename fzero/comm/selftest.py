@@ -112,7 +112,7 @@ def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: 
     scratch = memory(4 * part * (world - 1)).view(torch.float32).view(world - 1, part)
     gather = make_op("all_gather", [Ref("own")], [Ref("whole")])
     reduce = make_op("reduce_scatter", [Ref("whole")], [Ref("total"), Ref("scratch")], op="sum")
-    values = [torch.randn(part, generator=torch.Generator().manual_seed(r)) for r in range(world)]
+    values = [torch.randn(part, generator=torch.Generator().manual_seed(r), dtype=torch.float32) for r in range(world)]
     expected = values[number].clone()
     for _ in range(1, world):
         expected += values[number]

@@ -63,7 +63,7 @@ def nanoseconds(codec: str) -> tuple[float, float]:
     >>> all(0 < figure < 1000 for figure in nanoseconds("int8"))
     True
     """
-    x = torch.linspace(-1, 1, SAMPLE)
+    x = torch.linspace(-1, 1, SAMPLE, dtype=torch.float32)
     message = encode(x, CODECS[codec])
     room, back = torch.empty_like(message), torch.empty_like(x)
 

@@ -38,8 +38,8 @@ class Log:
     trackers: a run of W&B, a SummaryWriter, the modules trackio and mlflow, or any object with log(dict, step=).
     tokens: tokens of a step over all ranks. flops: floating-point operations of a step over all ranks (about 6 x
     parameters x tokens); with it `mfu`, their share of what the devices can do. peak_flops: operations a second of one
-    device. None: known for some devices, else no mfu. rate: the schedule of the learning rate, to be shown. total: the
-    run's steps, for the bar.
+    device. None: known for some devices, else no mfu. rate: the learning rate, a number or a schedule, to be shown.
+    total: the run's steps, for the bar.
     show: a bar on a terminal, a line for each record elsewhere; False: neither.
 
     A record is read from the device at once; between two, nothing is read. What fails to be written (a tracker, a disk)
@@ -66,7 +66,7 @@ class Log:
         tokens: int | None = None,
         flops: float | None = None,
         peak_flops: float | None = None,
-        rate: Schedule | None = None,
+        rate: float | Schedule | None = None,
         total: int | None = None,
         show: bool = True,
     ) -> None:
@@ -75,9 +75,11 @@ class Log:
         for name, value in (("tokens", tokens), ("flops", flops), ("peak_flops", peak_flops), ("total", total)):
             if value is not None and not (type(value) in (int, float) and value > 0):
                 raise SpecError(f"Log({name}={value!r}): needed a number > 0, or None")
+        if not (rate is None or callable(rate) or type(rate) in (int, float)):
+            raise SpecError(f"Log(rate={rate!r}): needed a number, a schedule (as fzero.optim.warmup_cosine), or None")
         self.path: Path | None = None if path is None else Path(path)
         self.every: int = every
-        self.rate: Schedule | None = rate
+        self.rate: float | Schedule | None = rate
         self.tokens: int | None = tokens
         self.flops: float | None = flops
         self.peak_flops: float | None = peak_flops
@@ -131,8 +133,8 @@ class Log:
         steps, began = self._last or (state.step, now)
         self._last = (state.step, now)
         if self.rate is not None:
-            count = state.step - 1 - int(record.get("skipped", 0))
-            record["rate"] = float(self.rate(torch.tensor(max(count, 0))))
+            count = max(state.step - 1 - int(record.get("skipped", 0)), 0)
+            record["rate"] = float(self.rate(torch.tensor(count)) if callable(self.rate) else self.rate)
         if state.step > steps:
             seconds = (now - began) / (state.step - steps)
             record["step_seconds"] = seconds

@@ -23,6 +23,7 @@ from fzero import backend, progress, tree
 from fzero._torch_compat import default_store
 from fzero._version import __version__
 from fzero.capture import ambient
+from fzero.capture.provenance import describe
 from fzero.comm import group as process_group
 from fzero.comm import heartbeat
 from fzero.comm.agree import Same, agree
@@ -32,7 +33,7 @@ from fzero.compile.resolve import mesh_of
 from fzero.compile.update_roles import check_update
 from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.disk import DiskFile
-from fzero.errors import SpecError, TreeError
+from fzero.errors import SpecError, TreeError, leaf_name
 from fzero.ir.records import HOST
 from fzero.plan.parallelism import AUTO
 from fzero.plan.state_plan import Plan
@@ -44,6 +45,10 @@ from fzero.state import storage
 from fzero.state.homes import Homes, file_bytes
 from fzero.state.host_memory import host_memory
 from fzero.state.state import Life, NoMetrics, State
+
+SAME_PARAMS = (
+    "Give every rank the same params, or make them from one key: fzero.init(fn, spec, key=fzero.random.key(0))"
+)
 
 
 class Filler(Protocol):
@@ -68,6 +73,10 @@ class Filler(Protocol):
     @property
     def step(self) -> int:
         """The number of steps that the state has done."""
+
+    @property
+    def seen(self) -> Mapping[str, str]:
+        """Digests of whole leaves that `place` has stored, by what they are digests of."""
 
     def place(self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor]) -> tuple[str, str]:
         """Fills this rank's buffers. Returns a text that must be the same on every rank, and one that must be the same
@@ -144,26 +153,35 @@ class World:
         heartbeat.of(self.group).label = mesh_of(spec, self.size).label
         return spec
 
-    def agree(self, call: str, digest: str, failure: BaseException | None = None, same: Sequence[Same] = ()) -> None:
+    def agree(
+        self,
+        call: str,
+        digest: str,
+        failure: BaseException | None = None,
+        same: Sequence[Same] = (),
+        inputs: Callable[[], Mapping[str, str]] = dict,
+        needs: str = "",
+    ) -> None:
         """Raises on every rank if a rank has a `failure`, or if calls, digests or shared values differ (see
         `fzero.comm.agree.agree`). Collective."""
-        agree(self.rank, self.size, call, digest, self.group, failure, same=same)
+        agree(self.rank, self.size, call, digest, self.group, failure, inputs=inputs, same=same, needs=needs)
 
     def state(self, name: str, spec: Spec, filler: Callable[[], Filler]) -> State:
         """Returns a new state, filled. Collective. An error of `filler` on one rank is raised on all ranks."""
-        failure, digest = None, ""
+        failure, digest, given = None, "", dict[str, str]()
         try:
             if self.failure is not None:
                 raise self.failure
             filling, mesh = filler(), mesh_of(spec, self.size)
             plan = plan_for(spec, filling.paths, filling.values, filling.per_rank, mesh)  # raises if there is no layout
             check_update(spec, tree.unflatten(filling.treedef, filling.values), plan, self.device)
-            leaves = [(path, x.shape, x.dtype) for path, x in zip(filling.paths, filling.values, strict=True)]
-            text = f"{_spec_text(spec)}{leaves}{list(filling.per_rank)}{filling.step}"
-            digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            given = _given(spec, filling)
+            digest = hashlib.blake2b(repr(sorted(given.items())).encode(), digest_size=8).hexdigest()
         except Exception as error:  # sent to the other ranks before it is raised here
             failure = error
-        self.agree(name, digest, failure, [_libraries()])
+        self.agree(
+            name, digest, failure, [_libraries()], lambda: given, "give every rank the same spec and the same params"
+        )
         here = heartbeat.of(self.group)
         with here.running():
             disk = spec.nvme_path is not None
@@ -183,8 +201,8 @@ class World:
         except Exception as error:
             failure, values = error, ""
         call = f"the values of {'params' if name == 'init' else 'the checkpoint'}"
-        same = Same(call, mesh.role(self.rank), own, "Give every rank the same params, or make them from one key")
-        self.agree(call, values, failure, [same])
+        same = Same(call, mesh.role(self.rank), own, SAME_PARAMS)
+        self.agree(call, values, failure, [same], lambda: filling.seen, f"{call} differ. {SAME_PARAMS}")
         here.leave()
         runtime = Session(
             spec, self.rank, self.size, self.device, plan, filling.treedef, homes, transport, self.group, here,
@@ -251,12 +269,21 @@ def _device(name: str, spec: Spec, like: Any) -> torch.device:
 
 def spec_digest(spec: Spec) -> str:
     """A text that differs where ranks were given other fields, but for their functions."""
-    return hashlib.blake2b(_spec_text(spec).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(repr(_fields(spec)).encode(), digest_size=8).hexdigest()
 
 
-def _spec_text(spec: Spec) -> str:
-    """The fields of a spec that ranks can compare before a trace, as text: all but its functions, and what a rank may
-    have of its own: its device by its number, and its drive."""
+def _given(spec: Spec, filling: Filler) -> dict[str, str]:
+    """What ranks can compare before a state is made, by name: fields of the spec, and leaves, a parameter before its
+    moments, whose names are longer."""
+    leaves = sorted(zip(filling.paths, filling.values, strict=True), key=lambda leaf: len(leaf[0]))
+    each = dict.fromkeys(filling.per_rank, " of each rank")
+    shown = {leaf_name("state", path): f"{describe(value)}{each.get(path, '')}" for path, value in leaves}
+    return {**_fields(spec), **shown, "the number of steps": str(filling.step)}
+
+
+def _fields(spec: Spec) -> dict[str, str]:
+    """The fields of a spec that ranks can compare before a trace, as texts by name: all but its functions, and what a
+    rank may have of its own: its device by its number, and its drive."""
     own = ("loss", "optimizer", "step", "device", "nvme_path")
-    plain = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name not in own}
-    return repr({k: sorted(v.items()) if isinstance(v, Mapping) else v for k, v in plain.items()})
+    plain = {f"Spec({f.name}=)": getattr(spec, f.name) for f in fields(spec) if f.name not in own}
+    return {k: repr(sorted(v.items()) if isinstance(v, Mapping) else v) for k, v in plain.items()}

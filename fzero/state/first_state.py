@@ -58,7 +58,8 @@ class Recipe:
     """A traced function from tensors to a pytree of leaves: a `Filler` of a new state.
 
     inputs: one for each placeholder of the graph `gm`. values: the leaves as fake tensors, on `device` or on the
-    inputs' devices. `recipe_for` may replace inputs by `Deferred` ones; nobody else writes a field.
+    inputs' devices. seen: digests of the whole leaves of all ranks that `place` has stored. `recipe_for` may replace
+    inputs by `Deferred` ones; nobody else writes a field.
     """
 
     step = 0
@@ -92,6 +93,7 @@ class Recipe:
         self.per_rank: tuple[str, ...] = shown["per_rank"]
         self.sliced: set[str] = shown["sliced"]  # of these, the leaves whose ranks hold slices of one value
         self.values = [node.meta["val"] for node in fx_nodes.outputs(self.gm.graph)]
+        self.seen: dict[str, str] = {}
 
     def place(
         self, plan: Plan, rank: int, memory: Mapping[str, torch.Tensor], only: Collection[str] | None = None
@@ -119,6 +121,8 @@ class Recipe:
             if plan.world_size > 1 and not leaf.per_rank:
                 of_role = plan.role_of(plan.buffers[leaf.buffer]) is not None
                 digests[of_role].append(fingerprint(value))
+                if not of_role:
+                    self.seen[f"the digest of {leaf_name('state', leaf.path)}"] = digests[False][-1]
             del value  # frees it before the next leaf is computed
         common, own = (hashlib.blake2b(" ".join(found).encode(), digest_size=8).hexdigest() for found in digests)
         return (common, own) if plan.world_size > 1 else ("", "")

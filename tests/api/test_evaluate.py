@@ -16,7 +16,7 @@ from models import normal
 from torch import Tensor
 
 import fzero
-from fzero import Mean, optim, random, tree
+from fzero import Mean, api, optim, random, tree
 from fzero.compile.step import fakes_on, lower_step
 from fzero.ir.liveness import gathered_bytes, live_bytes
 from fzero.training import training_of
@@ -101,6 +101,23 @@ def on_gloo(zero: int) -> Any:
     assert float(after["error"]) != float(found["error"])
     assert all(same_bits(kept[name], found[name]) for name in kept), "a result is no view of the state"
     return found
+
+
+def test_a_batch_that_differs_between_ranks_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was batch['batch/x']."""
+    state = fzero.init(
+        {"w": torch.ones(4)}, fzero.Spec(loss=lambda p, b: (b["x"] @ p["w"]).sum(), optimizer=optim.sgd(0.1))
+    )
+    told: list[Any] = []
+
+    def agree(*given: Any) -> int:
+        told.append(given[7]())
+        return 0
+
+    monkeypatch.setattr(api, "agree", agree)
+    fzero.evaluate(state, {"x": torch.ones(2, 4)}, lambda p, b: b["x"] @ p["w"])
+    fzero.step(state, {"x": torch.ones(2, 4)})
+    assert [names["batch['x']"] for names in told] == ["f32[2, 4]"] * 2
 
 
 @pytest.mark.parametrize("zero", [0, 3])

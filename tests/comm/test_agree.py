@@ -23,8 +23,8 @@ def other(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The notes of rank 1, in the order in which they are asked for; none: it sends what rank 0 sends."""
     queue: list[bytes] = []
 
-    def tell(note: bytes, world_size: int, group: Any) -> list[bytes]:
-        return [note[:NOTE_BYTES], (queue.pop(0) if queue else note)[:NOTE_BYTES]]
+    def tell(note: bytes, world_size: int, group: Any, num_bytes: int = NOTE_BYTES) -> list[bytes]:
+        return [note[:num_bytes], (queue.pop(0) if queue else note)[:num_bytes]]
 
     monkeypatch.setattr(notes, "tell", tell)
     return queue
@@ -125,6 +125,39 @@ def test_an_input_that_differs_comes_with_its_remedy(
     assert not_said not in text
 
 
+def test_an_input_behind_many_others_is_named(other: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    many = {f"batch['feature {i}']": "f32[128, 128]" for i in range(300)}
+    other += [*sent(monkeypatch, "step 1", "digest 2", None), notes._text({**many, "last": "f32[2]"})]
+    with pytest.raises(DisagreementError, match=r"^last is f32\[1\] on rank 0, f32\[2\] on rank 1: "):
+        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: {**many, "last": "f32[1]"})
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "said"),
+    [
+        ({"a": "1"}, {"a": "1", "b": "2"}, "b is 2 on rank 1, and rank 0 has none: the same of both"),
+        ({"a": "1", "b": "2"}, {"a": "1"}, "b is 2 on rank 0, and rank 1 has none: the same of both"),
+        ({"b": "2", "c": "3"}, {"c": "4"}, "c is 3 on rank 0, 4 on rank 1: the same of both"),
+    ],
+)
+def test_an_input_that_a_rank_lacks_is_named(
+    other: list[bytes], monkeypatch: pytest.MonkeyPatch, here: dict[str, str], there: dict[str, str], said: str
+) -> None:
+    other += [*sent(monkeypatch, "init", "digest 2", None), notes._text(there)]
+    with pytest.raises(DisagreementError) as error:
+        agree(0, 2, "init", "digest 1", None, inputs=lambda: here, needs="the same of both")
+    assert str(error.value) == said
+
+
+def test_of_a_table_that_is_cut_no_input_is_said_to_be_lacking(
+    other: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {f"{i:0150}": "1" for i in range(1000)}
+    other += [*sent(monkeypatch, "init", "digest 2", None), notes._text({"first": "1", **many})]
+    with pytest.raises(DisagreementError, match=r"^the ranks do not run the same program"):
+        agree(0, 2, "init", "digest 1", None, inputs=lambda: many)
+
+
 def test_inputs_are_compared_only_if_the_digests_differ(other: list[bytes]) -> None:
     def never() -> dict[str, str]:
         raise AssertionError("it costs time")
@@ -193,6 +226,12 @@ def test_a_rank_that_does_not_come_to_a_gather_is_an_error_of_the_heartbeat(monk
     with pytest.raises(HangError, match="The transport said: closed"):
         notes.tell(b"x", 2, None)
     assert not presence.waits
+
+
+def test_a_process_group_that_was_destroyed_is_named() -> None:
+    """It was torch's own error, with the advice to call init_process_group."""
+    with pytest.raises(HangError, match=r"^the process group of this state was destroyed.*fzero.load a checkpoint"):
+        agree(0, 2, "step 3", "digest", None)
 
 
 class Store(dist.HashStore):

@@ -6,6 +6,7 @@ import re
 
 import cases
 import pytest
+import torch
 
 import fzero
 from fzero import Precision, optim
@@ -23,6 +24,16 @@ RATES = Rates(latency={}, wire_bytes={}, hidden=0.0, flops={2: 1e10, 4: 1e10}, m
 def a_nanosecond(monkeypatch: pytest.MonkeyPatch) -> None:
     """To encode, and two to decode."""
     monkeypatch.setattr(coding, "nanoseconds", lambda codec: (1.0, 2.0))
+
+
+def test_codecs_are_measured_whatever_the_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank of several measures them in `fzero.init`."""
+    monkeypatch.undo()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert min(coding.nanoseconds.__wrapped__("int8")) > 0
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def lowered(

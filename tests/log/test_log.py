@@ -96,6 +96,16 @@ class Broken:
         raise RuntimeError("no network")
 
 
+def test_a_rate_may_be_a_number() -> None:
+    spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).square().mean(), optimizer=optim.sgd(0.1))
+    state = fzero.step(fzero.init({"w": torch.ones(2, 1)}, spec), torch.ones(3, 2))
+    record = Log(every=1, show=False, rate=0.1)(state)
+    assert record is not None
+    assert record["rate"] == 0.1
+    with pytest.raises(fzero.SpecError, match=r"Log\(rate='0.1'\): needed a number, a schedule"):
+        Log(rate="0.1")  # type: ignore[arg-type]
+
+
 def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
     tracker, broken = Memory(), Broken()
     log = Log(every=1, to=[broken, tracker], show=False)

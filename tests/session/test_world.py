@@ -43,15 +43,20 @@ class Told(NamedTuple):
     digest: str
     failure: BaseException | None
     same: Any
+    inputs: Any = None
+    needs: str = ""
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
     calls: list[Told] = []
 
-    def agree(rank: int, size: int, call: str, digest: str, group: Any, failure: Any = None, *, same: Any = ()) -> int:
+    def agree(
+        rank: int, size: int, call: str, digest: str, group: Any, failure: Any = None, *, same: Any = (),
+        inputs: Any = dict, needs: str = "",
+    ) -> int:  # fmt: skip
         heartbeat.of(group).enter(call)
-        calls.append(Told(call, digest, failure, same))
+        calls.append(Told(call, digest, failure, same, inputs() or None, needs))
         if failure is not None:
             raise failure
         return 0
@@ -128,6 +133,19 @@ def test_other_leaves_or_fields_have_another_digest(told: list[Told], given: dic
     assert made(told, **given)[0].digest != made(told)[0].digest
 
 
+def test_what_ranks_can_compare_has_a_name(told: list[Told]) -> None:
+    """A field of the spec, a leaf of the state, a parameter before its moments, and the values of each."""
+    of = spec(clip_norm=2.0, optimizer=fzero.optim.adam(0.1))
+    before, after = made(told, of=of, per_rank=("params/v",))
+    assert before.inputs["Spec(clip_norm=)"] == "2.0"
+    assert before.inputs["state['params/w']"] == "f32[2]"
+    assert before.inputs["state['params/v']"] == "f32[3] of each rank"
+    names = [*before.inputs]
+    assert names.index("state['params/w']") < names.index("state['opt_state/mu/w']")
+    assert before.needs == "give every rank the same spec and the same params"
+    assert after.needs.startswith("the values of params differ. Give every rank the same params, or make them from")
+
+
 def test_values_have_a_digest_for_all_ranks_and_one_for_those_of_a_role(told: list[Told]) -> None:
     plain, common, own = (made(told, texts=texts)[1] for texts in (("a", "b"), ("c", "b"), ("a", "c")))
     assert plain.digest != common.digest
@@ -155,7 +173,7 @@ def test_an_error_of_the_filler_is_told_before_it_is_raised(told: list[Told]) ->
 
     with pytest.raises(TreeError, match="no such leaf"):
         World(0, 1, CPU, None).state("load", spec(), filler)
-    ((call, digest, failure, _),) = told
+    ((call, digest, failure, *_),) = told
     assert (call, digest, str(failure)) == ("load", "", "no such leaf")
 
 

@@ -72,13 +72,20 @@ def test_ranks_with_other_tensors_have_other_digests() -> None:
     other = params()
     other["columns"][0, 0] = 1.5
 
+    seen: list[dict[str, str]] = []
+
     def digests(given: dict[str, Tensor], rank: int) -> tuple[str, str]:
         recipe = recipe_for(spec, given, None, torch.device("cpu"))
         plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh_of(spec))
-        return recipe.place(plan, rank, storage.allocate(plan, storage.block_of("cpu"), rank))
+        placed = recipe.place(plan, rank, storage.allocate(plan, storage.block_of("cpu"), rank))
+        seen.append(recipe.seen)
+        return placed
 
     assert len({digests(params(), rank) for rank in range(4)}) == 1
     assert digests(other, 0) != digests(params(), 1)
+    assert {name for name, digest in seen[-1].items() if seen[-2][name] != digest} == {
+        "the digest of state['params/columns']"
+    }
 
 
 def test_two_leaves_of_one_path_are_refused_by_it() -> None:
