@@ -115,7 +115,8 @@ class Spec:
     compile: "inductor" compiles the loops in each segment, "none" runs plain aten ops, "auto" compiles where that was
     measured to be faster (docs/compile.md). None: "auto" on CUDA, "none" on the CPU. Without a compiler each runs plain
     aten ops, and logs it.
-    params: with `step` and stage 1 or 2, path rules of the leaves that stay replicated.
+    params: with `step`, path rules of the parameters: stages 1 and 2 keep them replicated, and the moments of each of
+    several nets are found by them.
     transfers: on the CPU, "shared" (ranks of one machine read one another's memory), "p2p" (messages over gloo), or
     "auto": shared if possible, each gather by measured cost. Same bits.
     cuda_graph: on CUDA, launch a step as one graph if the step allows it (`lowered.choices` gives the reason if not).

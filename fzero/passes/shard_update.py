@@ -6,7 +6,8 @@ their common range; a chain that differs (another weight decay) gets a range of 
 (`OpInfo.blockwise`: quantised moments) runs on slices too, which never cut a block; its ranges end where padding would
 join a block. Work on whole leaves (`OpInfo.flat_form`: a matrix's orthogonalisation) is done by the rank in whose slice
 the leaf lies, and by no other. A leaf on several ranks is gathered, and all ranks do the work. A sum over a whole leaf
-becomes a sum over the own slice, and one all-reduce adds all such scalars. Full work that needs a computed flat value
+becomes a sum over the own slice, and one all-reduce adds all such scalars. Of a full value beside flat ones that all
+ranks have (noise, a mean over ranks) each reads its slice. Other full work that needs a computed flat value
 gathers it first. Everything else stays as it was. Columns that are kept whole (parameters under stages 1 and 2) are
 gathered after their update. With the state sharded, each rank updates P/N elements instead of P.
 
@@ -30,8 +31,9 @@ from fzero.ir.leafwise import LeafCall, leafwise
 from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
-from fzero.ir.records import Buffer, Ref, buffer_name
+from fzero.ir.records import Buffer, Ref, SlotKey, buffer_name
 from fzero.passes.common.outer_run import OuterRun
+from fzero.passes.common.varying_buffers import varying_buffers
 from fzero.plan.whole_leaves import is_whole
 from fzero.shard.layouts import Layout
 from fzero.shard.moves import transitions
@@ -43,10 +45,10 @@ def shard_update(program: Program) -> Program:
     pool: dict[str, fx.GraphModule] = {}
     buffers = dict(program.buffers)
     kept_in = {op.reads[0].name: op.writes[0].name for op in program.ops if op.is_update}
-    ops: list[Op] = []
+    ops, varying = [], varying_buffers(program)
     for index, op in enumerate(program.ops):
         if op.is_run and op.phase is StepPhase.OUTER:
-            ops += _Outer(OuterRun(program, op, buffers), index, pool, kept_in).rewritten()
+            ops += _Outer(OuterRun(program, op, buffers, varying), index, pool, kept_in).rewritten()
         else:
             ops.append(op)
     ops = _without_unread(ops)
@@ -126,16 +128,20 @@ class _Outer:
     def _emit_full(self, nodes: list[fx.Node]) -> None:
         inside = set(nodes)
         inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
-        dests = [n for n in nodes if n in self.run.dest]
+        dests = [n for n in nodes if n in self.run.dest or n in self.run.cut]
         outputs = [
-            n for n in nodes if n in self.run.outputs or any(u in self.run.level and u not in inside for u in n.users)
+            n
+            for n in nodes
+            if n not in self.run.cut
+            and (n in self.run.outputs or any(u in self.run.level and u not in inside for u in n.users))
         ]
         gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
         for node in outputs:
             self.run.where[node] = self.run.outputs.get(node) or self._new(
                 f"u{self.index}.{node.name}", node.meta["val"]
             )
-        writes = [*(self.run.where[n] for n in outputs), *(self.run.dest[n] for n in dests)]
+        places = [self.run.dest[n] if n in self.run.dest else self._column_of(n, self.run.cut[n]) for n in dests]
+        writes = [*(self.run.where[n] for n in outputs), *places]
         self._emit(self._run_of(gm, [self._whole(n) for n in inputs], writes))
 
     def _whole(self, node: fx.Node) -> Ref:
@@ -162,6 +168,17 @@ class _Outer:
         name = buffer_name(name)
         self.run.buffers[name] = Buffer(name, like.dtype, tuple(like.shape), "activation")
         return Ref(name)
+
+    def _column_of(self, node: fx.Node, slot_key: SlotKey) -> Ref:
+        """The place of a full value in a column of the bucket whose slices flat work reads. Equal leaves of a bucket
+        share one, so that their work is one op."""
+        value, (bucket, slot) = node.meta["val"], slot_key
+        number = sum(1 for c, key in self.run.cut.items() if key == slot_key and c in self.run.stored)
+        name = buffer_name(f"w{self.index}.{number}.{str(value.dtype).rsplit('.')[-1]}:{bucket}")
+        shape = (self.run.program.buckets[bucket].length,)
+        self.run.buffers.setdefault(name, Buffer(name, value.dtype, shape, "scratch", bucket))
+        self.run.stored[node] = name
+        return Ref(name, *self.run.program.buckets[bucket].place(slot))
 
     # --- flat work
 
@@ -268,10 +285,10 @@ class _Outer:
         gm = _flat_segment(self.run, self.flat, chain, inputs, results, length)
 
         def part(node: fx.Node) -> Ref:
-            size = self.run.block_size[node]
+            size = self.run.block_size.get(node, 1)
             return Ref(self.run.stored[node], start, -(-stop // size) * size, None, own_slice)
 
-        reads = [part(n) if n in self.run.slot_key else self.run.where[n] for n in inputs]
+        reads = [part(n) if n in self.run.slot_key or n in self.run.cut else self.run.where[n] for n in inputs]
         writes = [part(n) for n in results]
         names = [bucket.slots[i].path for i in slots]
         why = f"update {names[0]}" + (f" .. {names[-1]}" if len(names) > 1 else "")
@@ -332,7 +349,8 @@ def _flat_segment(
     forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
     for node in [*inputs, *results]:
         value = node.meta["val"]
-        shape = (-(-length // run.block_size[node]),) if node in run.slot_key else tuple(value.shape)
+        flat = node in run.slot_key or node in run.cut
+        shape = (-(-length // run.block_size.get(node, 1)),) if flat else tuple(value.shape)
         forms.append((shape, value.dtype, value.device))
     number = {node: f"%{i}" for i, node in enumerate([*inputs, *chain])}
     calls = tuple((n.target, repr(fx.node.map_arg((n.args, n.kwargs), number.__getitem__))) for n in chain)
@@ -381,7 +399,7 @@ def _signature(run: OuterRun, chain: list[fx.Node]) -> tuple[object, ...]:
     def name(node: fx.Node) -> str:
         if node in number:
             return f"%{number[node]}"
-        return f"column {run.stored[node]}" if node in run.slot_key else f"scalar {node.name}"
+        return f"column {run.stored[node]}" if node in run.slot_key or node in run.cut else f"scalar {node.name}"
 
     return tuple(
         (str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), name)), run.stored.get(node))

@@ -131,7 +131,7 @@ def _laid_out(
     mesh: Mesh,
 ) -> tuple[list[LeafClass], Sequence[Follows | None]]:
     """(the classes of flat leaves, each with its layout over the model axes; whom each follows)."""
-    classes = with_scales(leaf_classes(flat, paths, leaves), codes_of, paths, leaves)
+    classes = with_scales(leaf_classes(flat, paths, leaves, is_param), codes_of, paths, leaves)
     follows = followers(classes, leaves, is_param)
     lies = layouts(classes, follows, paths, leaves, shard, mesh)
     return [replace(c, layout=layout) for c, layout in zip(classes, lies, strict=True)], follows

@@ -5,6 +5,7 @@ buckets of one geometry. All that is decided of them is in one record.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -54,18 +55,16 @@ class LeafClass:
         return min((paths[i] for _, i in self.members), key=len)
 
 
-def leaf_classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> list[LeafClass]:
+def leaf_classes(
+    flat: list[int], paths: Sequence[str], leaves: Sequence[torch.Tensor], is_param: Sequence[bool] = ()
+) -> list[LeafClass]:
     """Unites a leaf with the leaf of another top-level entry whose path below that entry is the longest to end its own,
-    or to be its own but for a stretch inside it: `opt/critic/mu/w` with `nets/critic/w`."""
+    or to be its own but for a stretch inside it: `opt/critic/mu/w` with `nets/critic/w`. Of two nets' moments
+    (`d_opt/mu/w`, `g_opt/mu/w`) each is united with a parameter rather, which may be of its entry: `g/opt/mu/w` with
+    `g/net/w`. is_param: of each leaf, if it is known."""
     split = {i: tuple(paths[i].split("/")) for i in flat}
-    anchors: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
-    for i in flat:
-        anchors.setdefault((split[i][1:], tuple(leaves[i].shape)), []).append(i)
-    bare: dict[tuple[int, ...], list[int]] = {}
-    for i in flat:
-        if len(split[i]) == 1:
-            bare.setdefault(tuple(leaves[i].shape), []).append(i)
-    parent = {i: i for i in flat}
+    trained = {i for i in flat if i < len(is_param) and is_param[i]}
+    ends, parent = _Ends(flat, split, leaves, trained), {i: i for i in flat}
 
     def find(i: int) -> int:
         while parent[i] != i:
@@ -73,31 +72,66 @@ def leaf_classes(flat: list[int], paths: Sequence[str], leaves: Sequence[torch.T
         return i
 
     for i in flat:
+        twins: list[int] = []
         for cut in range(1, len(split[i]) + 1):
-            hits = anchors.get((split[i][cut:], tuple(leaves[i].shape)), [])
-            others = [j for j in hits if split[j][0] != split[i][0]]
-            whole = [j for j in bare.get(tuple(leaves[i].shape), []) if split[j] == split[i][cut:] and j != i]
-            if cut == len(split[i]):  # nothing left to compare: only the one leaf that is an entry by itself
-                others = others if len(others) == 1 and cut > 1 else []
-            inside = [] if whole or others else _but_inside(split[i], cut - 1, anchors, tuple(leaves[i].shape))
-            if whole or others or inside:
-                low, high = sorted((find((whole or others or inside)[0]), find(i)))
-                parent[high] = low
+            found = ends.hits(i, cut) or (ends.beside(i, cut) if trained and i not in trained else [])
+            twins = twins if twins and trained.isdisjoint(found) else found
+            sibling = twins and trained and trained.isdisjoint({i, *twins})  # the moment of another net, perhaps
+            if twins and not (sibling and all(len(split[j]) == len(split[i]) for j in twins)):
                 break
+        if twins:
+            low, high = sorted((find(twins[0]), find(i)))
+            parent[high] = low
     members: dict[int, list[int]] = {}
     for i in flat:
         members.setdefault(find(i), []).append(i)
     return [_class(group, split) for group in sorted(members.values(), key=min)]
 
 
-def _but_inside(
-    own: tuple[str, ...], left_out: int, anchors: Mapping[tuple[tuple[str, ...], tuple[int, ...]], list[int]],
-    shape: tuple[int, ...],
-) -> list[int]:  # fmt: skip
-    """The leaves whose path below their entry is a leaf's own but for so many parts inside it."""
-    starts = range(2, len(own) - left_out) if left_out else ()
-    found = (anchors.get((own[1:start] + own[start + left_out :], shape), []) for start in starts)
-    return next((hits for hits in found if hits), [])
+class _Ends:
+    """The leaves whose paths end as that of another leaf."""
+
+    def __init__(self, flat: list[int], split: Mapping[int, tuple[str, ...]], leaves: Sequence[torch.Tensor],
+                 trained: AbstractSet[int]) -> None:  # fmt: skip
+        self.split = split
+        self.shape = {i: tuple(leaves[i].shape) for i in flat}
+        self.below: dict[tuple[object, ...], list[int]] = {}  # by the path below the entry
+        self.bare: dict[tuple[object, ...], list[int]] = {}
+        self.inside: dict[tuple[object, ...], list[int]] = {}  # parameters, by their path without a part inside
+        for i in flat:
+            own, shape = split[i], self.shape[i]
+            self.below.setdefault((own[1:], shape), []).append(i)
+            if len(own) == 1:
+                self.bare.setdefault((own, shape), []).append(i)
+            for at in range(1, len(own) - 1) if i in trained else ():
+                self.inside.setdefault((own[:at], own[at + 1 :], shape), []).append(i)
+
+    def hits(self, i: int, cut: int) -> list[int]:
+        """The leaves that end as a leaf does behind so many parts of its path, the closest kind of them."""
+        own, shape = self.split[i], self.shape[i]
+        others = self._others(i, own[cut:])
+        if cut == len(own):  # nothing left to compare: only the one leaf that is an entry by itself
+            others = others if len(others) == 1 and cut > 1 else []
+        whole = [j for j in self.bare.get((own[cut:], shape), ()) if j != i]
+        return whole or others or self._but_inside(i, cut - 1)
+
+    def _others(self, i: int, below: tuple[str, ...]) -> list[int]:
+        """The leaves of this path below another entry."""
+        found = self.below.get((below, self.shape[i]), ())
+        return [j for j in found if self.split[j][0] != self.split[i][0]]
+
+    def _but_inside(self, i: int, left_out: int) -> list[int]:
+        """Those of whom the path below their entry is a leaf's own but for so many parts inside it."""
+        own = self.split[i]
+        starts = range(2, len(own) - left_out) if left_out else ()
+        found = (self._others(i, own[1:start] + own[start + left_out :]) for start in starts)
+        return next((hits for hits in found if hits), [])
+
+    def beside(self, i: int, cut: int) -> list[int]:
+        """The parameters that begin as a leaf does, too, and have one part where it has several: `net`, `opt/mu`."""
+        own = self.split[i]
+        found = (self.inside.get((own[:at], own[cut:], self.shape[i]), []) for at in range(cut - 2, 0, -1))
+        return next((hits for hits in found if hits), [])
 
 
 def _class(group: list[int], split: Mapping[int, tuple[str, ...]]) -> LeafClass:

@@ -13,8 +13,9 @@ from short_programs import buffer_lines, lines, shown, written
 from torch import Tensor
 
 import fzero
+from fzero import optim
 from fzero.ir.op import StepPhase
-from fzero.ir.program import Program, op_text
+from fzero.ir.program import Program, op_text, wire_bytes
 from fzero.passes.shard_update import _without_unread
 
 
@@ -109,3 +110,46 @@ def test_a_gather_that_another_one_makes_again_before_anybody_reads_the_column_w
         run p -> h
     """
     assert shown(_without_unread(list(written(text).ops))) == lines(wanted)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_of_a_full_value_that_all_ranks_have_an_update_reads_the_own_slice(zero: Any) -> None:
+    """Noise on a gradient (DP-SGD): no leaf is gathered for it. One transfer of the gradients, and one of the
+    parameters: of two layers none is read again in the backward."""
+    tx, ranks, elements = optim.adamw(1e-3), 4, 2 * 64 * 64
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ params["a"]) @ params["b"]).square().mean()
+
+    def step(state: Any, x: torch.Tensor) -> Any:
+        key, noise = fzero.random.split(state["key"])
+        value, grads = fzero.value_and_grad(loss)(state["params"], x)
+        keys = dict(zip("ab", fzero.random.split(noise, 2), strict=True))
+        grads = {name: g + fzero.random.normal(keys[name], g.shape) for name, g in grads.items()}
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        params = optim.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt, "key": key}, {"loss": value}
+
+    params = {name: torch.empty(64, 64, device="meta") for name in "ab"}
+    start = {"params": params, "opt": tx.init(params), "key": fzero.random.key(0)}
+    spec = fzero.Spec(step=step, zero=zero)
+    lowered = fzero.lower(spec, start, torch.empty(8, 64, device="meta"), world_size=ranks)
+    program = lowered.program
+    gathered = [op for op in program.ops if op.gathers]
+    assert {program.buffers[op.reads[0].name].entry for op in gathered} == {"params"}
+    sent = sum(wire_bytes(program, op) for op in program.ops if op.gathers or op.kind == "reduce_scatter")
+    assert sent == 2 * 4 * elements * (ranks - 1) // ranks
+
+
+def test_of_what_differs_between_ranks_no_slice_is_taken() -> None:
+    """1-bit Adam's momentum on a rank is its own: the shared one is gathered for it. The mean of codes is equal."""
+    params = {name: torch.empty(64, 64, device="meta") for name in "ab"}
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ params["a"]) @ params["b"]).square().mean()
+
+    spec = fzero.Spec(loss=loss, optimizer=optim.onebit_adam(1e-3, 10), zero=1)
+    program = fzero.lower(spec, params, torch.empty(8, 64, device="meta"), world_size=4, phase="coded").program
+    sent = sum(wire_bytes(program, op) for op in program.ops if op.gathers)
+    codes = 3 * 2 * 64 * 64 * 12 // 64 // 4  # of the own slice, to three ranks
+    assert sent == 2 * 4 * (2 * 64 * 64) * 3 // 4 + codes

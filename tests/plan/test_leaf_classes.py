@@ -34,6 +34,13 @@ def test_a_leaf_of_another_shape_or_of_the_same_entry_is_apart() -> None:
     assert len(classes("params/x/w", "params/y/w")) == 2
 
 
+def test_parameters_of_one_entry_are_apart() -> None:
+    """As BERT's `attention.output.dense.bias` and `output.dense.bias`: one path is the other but for a part inside."""
+    paths = ["layer/0/attention/output/b", "layer/0/output/b"]
+    found = classes(*(f"{entry}/{path}" for entry in ("opt/mu", "opt/nu", "params") for path in paths))
+    assert [*found] == paths
+
+
 def test_the_longest_end_decides() -> None:
     assert classes("params/w", "params/a/w", "mu/a/w") == {
         "w": [("params", "params/w")], "a/w": [("params", "params/a/w"), ("mu", "mu/a/w")]
@@ -50,26 +57,64 @@ def test_moments_by_net_mirror_the_parameters_of_their_net() -> None:
     assert len(classes("nets/d/a/w", "opt/d/mu/b/w")) == 2
 
 
-def test_the_moments_of_two_nets_are_gathered_by_no_step() -> None:
-    """As in the recipe of a GAN: each net has an optimizer's state of its own, which is updated in slices."""
+STATES = {
+    "nets, opt": lambda nets, opt: {"nets": nets, "opt": opt},
+    "d, d_opt": lambda nets, opt: {**nets, **{f"{name}_opt": one for name, one in opt.items()}},
+    "d: net, opt": lambda nets, opt: {name: {"net": nets[name], "opt": opt[name]} for name in nets},
+    "d: 0, 1": lambda nets, opt: {name: (nets[name], opt[name]) for name in nets},
+}
+ENTRIES = {
+    "nets, opt": {"nets/d", "nets/g"}, "d, d_opt": {"d", "g"},
+    "d: net, opt": {"d/net", "g/net"}, "d: 0, 1": {"d/0", "g/0"},
+}  # fmt: skip
+PARAMS = {"nets, opt": ["nets/**"], "d, d_opt": ["d/**", "g/**"], "d: net, opt": ["*/net/**"], "d: 0, 1": ["*/0/**"]}
+
+
+@pytest.mark.parametrize("shape", STATES)
+def test_the_moments_of_two_nets_are_gathered_by_no_step(shape: str) -> None:
+    """As in the recipe of a GAN: each net has an optimizer's state of its own, which is updated in slices, wherever in
+    the state it is."""
     tx = fzero.optim.adam(1e-3)
 
     def loss(net: Any, x: torch.Tensor, other: Any) -> torch.Tensor:
         return (torch.tanh(x @ net["a"]) @ net["b"] @ other["b"]).square().mean()
 
+    def parts(state: Any) -> Any:
+        if shape == "nets, opt":
+            return dict(state["nets"]), dict(state["opt"])
+        if shape == "d, d_opt":
+            return {n: state[n] for n in "dg"}, {n: state[f"{n}_opt"] for n in "dg"}
+        first, second = (0, 1) if shape == "d: 0, 1" else ("net", "opt")
+        return {n: state[n][first] for n in "dg"}, {n: state[n][second] for n in "dg"}
+
     def step(state: Any, x: torch.Tensor) -> Any:
-        nets, opt = dict(state["nets"]), dict(state["opt"])
+        nets, opt = parts(state)
         for name, other in (("d", "g"), ("g", "d")):
             value, grads = fzero.value_and_grad(loss)(nets[name], x, nets[other])
             updates, opt[name] = tx.update(grads, opt[name], nets[name])
             nets[name] = fzero.optim.apply_updates(nets[name], updates)
-        return {"nets": nets, "opt": opt}, {"loss": value}
+        return STATES[shape](nets, opt), {"loss": value}
 
     nets = {name: {leaf: torch.empty(64, 64, device="meta") for leaf in "ab"} for name in "dg"}
-    start = {"nets": nets, "opt": {name: tx.init(net) for name, net in nets.items()}}
-    program = fzero.lower(fzero.Spec(step=step, zero=3), start, torch.empty(8, 64, device="meta"), world_size=2).program
-    gathered = {program.buffers[op.reads[0].name].entry for op in program.ops if op.gathers}
-    assert gathered == {"nets/d", "nets/g"}
+    start = STATES[shape](nets, {name: tx.init(net) for name, net in nets.items()})
+    spec = fzero.Spec(step=step, zero=3, params=PARAMS[shape])
+    lowered = fzero.lower(spec, start, torch.empty(8, 64, device="meta"), world_size=2)
+    fzero.verify(lowered.roles)
+    gathered = {lowered.program.buffers[op.reads[0].name].entry for op in lowered.program.ops if op.gathers}
+    assert gathered == ENTRIES[shape]
+
+
+def test_the_moments_of_two_nets_mirror_a_parameter_rather_than_one_another() -> None:
+    def found(*paths: str, params: str) -> list[list[str]]:
+        leaves = [torch.empty(2, 3, device="meta")] * len(paths)
+        known = [tree.matches(params, path) for path in paths]
+        return [[paths[i] for _, i in c.members] for c in leaf_classes([*range(len(paths))], paths, leaves, known)]
+
+    assert found("g/a/w", "g_opt/mu/a/w", "h_opt/mu/a/w", params="g/**") == [["g/a/w", "g_opt/mu/a/w", "h_opt/mu/a/w"]]
+    assert found("g/net/w", "g/opt/mu/w", "h/opt/mu/v", params="*/net/**") == [
+        ["g/net/w", "g/opt/mu/w"], ["h/opt/mu/v"]
+    ]  # fmt: skip
+    assert len(found("p/w", "p/x/w", "p/x/y/w", params="p/**")) == 3, "parameters of one entry are apart"
 
 
 def test_an_entry_that_is_one_leaf() -> None:

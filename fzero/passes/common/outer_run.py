@@ -44,6 +44,7 @@ class OuterRun:
     program: Program
     op: Op
     buffers: dict[str, Buffer]
+    varying: AbstractSet[str] = frozenset()  # buffers that may differ between ranks
     where: dict[fx.Node, Ref] = field(default_factory=dict)  # full values, and the slots of stored flat ones
     stored: dict[fx.Node, str] = field(default_factory=dict)  # flat value -> the column (buffer) that holds it
     dest: dict[fx.Node, Ref] = field(default_factory=dict)  # new leaf -> its place
@@ -54,6 +55,9 @@ class OuterRun:
     )  # elements of the leaf for one of the value: of each result
     partial: set[fx.Node] = field(default_factory=set)
     owned: set[fx.Node] = field(default_factory=set)
+    cut: dict[fx.Node, SlotKey] = field(default_factory=dict)  # full values of which flat work reads the own slice
+    whole: set[fx.Node] = field(default_factory=set)  # what might be flat, and is full work
+    bound: set[fx.Node] = field(default_factory=set)  # what may differ between ranks, or is made of leaves
     level: dict[fx.Node, int] = field(default_factory=dict)
 
     def sort_out(self) -> None:
@@ -78,7 +82,17 @@ class OuterRun:
                 self.dest[node.args[1]] = dests[node.args[0]]
         self.outputs = dict(zip(fx_nodes.outputs(self.gm.graph), self.op.writes[:num_outputs], strict=True))
         self.nodes = [n for n in self.gm.graph.nodes if n.op == "call_function" and n.target is not COPY]
+        self.bound = {n for n in holders[:num_reads] if n in self.slot_key or self.where[n].name in self.varying}
+        for node in self.nodes:
+            if not self.bound.isdisjoint(node.all_input_nodes):
+                self.bound.add(node)
+        given = dict(self.slot_key), dict(self.block_size)
         self._classify()
+        while summed := self._summed():
+            self.whole |= summed
+            self.slot_key, self.block_size = dict(given[0]), dict(given[1])
+            self.owned, self.partial = set(), set()
+            self._classify()
         self._joined()
         self._place()
         self._repeat()
@@ -108,6 +122,7 @@ class OuterRun:
         for node in parent:
             keys = [self.slot_key[a] for a in node.all_input_nodes if a in self.slot_key]
             keys += [key for key in [self._slot_key_of(self.dest[node])] if key] if node in self.dest else []
+            keys += [self.cut[node]] if node in self.cut else []
             sizes = [(math.prod(self.program.buckets[key.bucket].place(key.slot)[2]), key.bucket) for key in keys]
             largest[root(node)] = max([largest.get(root(node), (0, "")), *sizes])
         groups: dict[str, list[fx.Node]] = {"": []}
@@ -137,7 +152,7 @@ class OuterRun:
         """Fills `slot_key`, `block_size`, `owned` and `partial`. A result of flat work that is another leaf's too gets
         a copy there, for a tuple has no column."""
         for node in [*self.nodes]:
-            slot_key, block_size = self._flat_slot_key(node) or (None, 1)
+            slot_key, block_size = (None if node in self.whole else self._flat_slot_key(node)) or (None, 1)
             elsewhere = (
                 node in self.dest and self._slot_key_of(self.dest[node]) != slot_key
             )  # a leaf that is another's value
@@ -164,6 +179,10 @@ class OuterRun:
             if node in self.slot_key and self._is_read_whole(node, chain) and self._is_of_whole(node, chain):
                 for inner in chain:
                     del self.slot_key[inner], self.block_size[inner]
+        for copy in [c for c in self.cut if not any(u in self.slot_key for u in c.users)]:
+            copy.replace_all_uses_with(fx_nodes.operand(copy))
+            self.nodes.remove(copy)
+            del self.cut[copy]
 
     def _is_read_whole(self, node: fx.Node, but: AbstractSet[fx.Node]) -> bool:
         """Whether full work needs a flat value; but: apart from these."""
@@ -253,6 +272,8 @@ class OuterRun:
         if not (fx_nodes.is_pointwise(node) or wanted or on_leaf):
             return None
         wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
+        beside = [a for a in wide if self._may_be_cut(a)] if fx_nodes.is_pointwise(node) and not wanted else []
+        wide = [a for a in wide if a not in beside]
         slot_keys, block_sizes = {self.slot_key.get(a) for a in wide}, {self.block_size.get(a) for a in wide}
         if len(slot_keys) != 1 or None in slot_keys:
             return None
@@ -267,4 +288,34 @@ class OuterRun:
         fits = all(
             tuple(r.shape) == bucket.place(slot_key.slot, n or 1)[2] for r, n in zip(results, ratios, strict=True)
         )
-        return (slot_key, block_size) if results and fits else None
+        whole = bucket.place(slot_key.slot)[2]
+        cut = not beside or (block_size == 1 and bucket.updates_slices and self.program.is_shared(bucket.name))
+        if not (results and fits and cut and all(tuple(a.meta["val"].shape) == whole for a in beside)):
+            return None
+        for a in beside:
+            node.replace_input_with(a, self._cut(a, slot_key))
+        return slot_key, block_size
+
+    def _summed(self) -> set[fx.Node]:
+        """Flat work on cut values of which a sum is taken: in full it is a sum of one leaf, with the same bits."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.nodes):
+            if node in self.slot_key and any(u in self.partial or u in found for u in node.users):
+                found.add(node)
+        return {node for node in found if any(a in self.cut for a in node.all_input_nodes)}
+
+    def _may_be_cut(self, node: fx.Node) -> bool:
+        """Whether each rank may take its slice of a full value: all have the same, and no leaf is gathered for it."""
+        return node not in self.slot_key and node not in self.bound and isinstance(node.meta["val"], torch.Tensor)
+
+    def _cut(self, node: fx.Node, slot_key: SlotKey) -> fx.Node:
+        """A copy of a full value where a leaf has its place, for flat work to read."""
+        copies = (u for u in node.users if self.cut.get(u) == slot_key)
+        if (copy := next(copies, None)) is None:
+            graph = self.gm.graph
+            with graph.inserting_after(node) if node.op == "call_function" else graph.inserting_before(self.nodes[0]):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            self.nodes.insert(self.nodes.index(node) + 1 if node in self.nodes else 0, copy)
+            self.cut[copy] = slot_key
+        return copy
