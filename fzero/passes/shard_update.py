@@ -18,7 +18,6 @@ gathered after their update. With the state sharded, each rank updates P/N eleme
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +31,7 @@ from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.op_info import of
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, SlotKey, buffer_name
+from fzero.passes.common.outer_order import by_bucket, into_levels, only_gathered, updates_slices
 from fzero.passes.common.outer_run import OuterRun
 from fzero.passes.common.varying_buffers import varying_buffers
 from fzero.plan.whole_leaves import is_whole
@@ -92,8 +92,9 @@ class _Outer:
         """The ops that replace the outer run, level by level; the run itself where nothing in it is flat, and all of
         it works on one bucket."""
         self.run.sort_out()
+        into_levels(self.run)
         parts = self.run.partial or any(n in self.run.slot_key for n in self.run.nodes)
-        if not parts and len(self.run.by_bucket(self.run.nodes)) == 1:
+        if not parts and len(by_bucket(self.run, self.run.nodes)) == 1:
             return [self.run.op]
         for level in range(max(self.run.level.values(), default=0) + 1):
             here = [n for n in self.run.nodes if self.run.level[n] == level]
@@ -104,7 +105,7 @@ class _Outer:
             self._sums(sums, level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
-        self._narrow_columns()
+        _narrow(self.run, self.columns, self.ops)
         return self.ops
 
     def _run_of(self, gm: fx.GraphModule, reads: list[Ref], writes: list[Ref], **attrs: int | str) -> Op:
@@ -122,26 +123,20 @@ class _Outer:
 
     def _full(self, nodes: list[fx.Node], level: int) -> None:
         """Emits the full nodes, those of a bucket as one run; gathers the flat values that a run needs before it."""
-        for group in self.run.by_bucket([n for n in nodes if n.users or n in self.run.outputs]):
+        for group in by_bucket(self.run, [n for n in nodes if n.users or n in self.run.outputs]):
             self._emit_full(group)
 
     def _emit_full(self, nodes: list[fx.Node]) -> None:
-        inside = set(nodes)
+        run, inside = self.run, set(nodes)
         inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
-        dests = [n for n in nodes if n in self.run.dest or n in self.run.cut]
-        outputs = [
-            n
-            for n in nodes
-            if n not in self.run.cut
-            and (n in self.run.outputs or any(u in self.run.level and u not in inside for u in n.users))
-        ]
+        dests = [n for n in nodes if n in run.dest or n in run.cut]
+        needed = [n for n in nodes if n in run.outputs or any(u in run.level and u not in inside for u in n.users)]
+        outputs = [n for n in needed if n not in run.cut]
         gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
         for node in outputs:
-            self.run.where[node] = self.run.outputs.get(node) or self._new(
-                f"u{self.index}.{node.name}", node.meta["val"]
-            )
-        places = [self.run.dest[n] if n in self.run.dest else self._column_of(n, self.run.cut[n]) for n in dests]
-        writes = [*(self.run.where[n] for n in outputs), *places]
+            run.where[node] = run.outputs.get(node) or self._new(f"u{self.index}.{node.name}", node.meta["val"])
+        places = [run.dest[n] if n in run.dest else self._column_of(n, run.cut[n]) for n in dests]
+        writes = [*(run.where[n] for n in outputs), *places]
         self._emit(self._run_of(gm, [self._whole(n) for n in inputs], writes))
 
     def _whole(self, node: fx.Node) -> Ref:
@@ -150,7 +145,7 @@ class _Outer:
             name = self.run.stored[node]
             bucket, index = self.run.slot_key[node]
             self.run.where[node] = Ref(name, *self.run.program.buckets[bucket].place(index, self.run.block_size[node]))
-            if _updates_slices(self.run.program, bucket):
+            if updates_slices(self.run.program, bucket):
                 self._gather(name)
         return self.run.where[node]
 
@@ -184,7 +179,7 @@ class _Outer:
 
     def _flat(self, nodes: list[fx.Node], level: int, waits: bool) -> None:
         """Emits flat nodes. waits: what follows waits for a sum; then those come last that are only gathered."""
-        last = _only_gathered(self.run, nodes) if waits else set()
+        last = only_gathered(self.run, nodes) if waits else set()
         self._by_leaf([n for n in nodes if n not in last], level)
         self._by_leaf([n for n in nodes if n in last], level, "g")
 
@@ -219,7 +214,7 @@ class _Outer:
             if node in self.run.dest:
                 self.run.stored[node] = self.run.dest[node].name
                 column = self.kept_in[self.run.dest[node].name]
-                if _updates_slices(self.run.program, bucket) and not self.run.buffers[column].sharded:
+                if updates_slices(self.run.program, bucket) and not self.run.buffers[column].sharded:
                     self.gathers.append(self.run.dest[node].name)
             elif any(u in self.run.level and u not in inside for u in node.users):
                 dtype = fx_values.tensors(node.meta["val"])[0].dtype
@@ -231,17 +226,6 @@ class _Outer:
                 )
                 self.run.stored[node] = name
                 self.columns.add(name)
-
-    def _narrow_columns(self) -> None:
-        """Columns of computed values of which only the own slice is written and read are no longer than that."""
-        refs: dict[str, list[Ref]] = {name: [] for name in self.columns}
-        for ref in (r for op in self.ops for r in (*op.reads, *op.writes) if r.name in refs):
-            refs[ref.name].append(ref)
-        for name in (name for name, column_refs in refs.items() if all(ref.mine for ref in column_refs)):
-            buffer = self.run.buffers[name]
-            bucket = self.run.program.buckets[buffer.bucket or ""]
-            shape = (self.run.program.slice_length(bucket) // buffer.per,)
-            self.run.buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
 
     # --- whole leaves
 
@@ -256,11 +240,11 @@ class _Outer:
             for node in sorted(group, key=lambda n: self.run.slot_key[n][1]):
                 source, index = fx_nodes.operand(node), self.run.slot_key[node][1]
                 start, stop, shape = bucket.place(index)
-                own_slice = _updates_slices(self.run.program, name) and is_whole(
+                own_slice = updates_slices(self.run.program, name) and is_whole(
                     bucket, index, self.run.program.mesh.size(bucket.axis)
                 )
                 self._store(name, [node], level, "o")
-                if _updates_slices(self.run.program, name) and not own_slice and source not in self.run.where:
+                if updates_slices(self.run.program, name) and not own_slice and source not in self.run.where:
                     self._gather(self.run.stored[source])
                 reads.append(Ref(self.run.stored[source], start, stop, None, own_slice))
                 writes.append(Ref(self.run.stored[node], start, stop, None, own_slice))
@@ -277,7 +261,7 @@ class _Outer:
         start, stop = bucket.slots[slots[0]].start, bucket.end(slots[-1])
         if any(of(n.target).blockwise for n in chain):
             stop = bucket.slots[slots[-1]].stop
-        own_slice = _updates_slices(self.run.program, bucket_name)
+        own_slice = updates_slices(self.run.program, bucket_name)
         inside = set(chain)
         inputs = list(dict.fromkeys(a for n in chain for a in n.all_input_nodes if a not in inside))
         results = [n for n in chain if n in self.run.stored]
@@ -363,33 +347,16 @@ def _flat_segment(
     return made[key]
 
 
-def _updates_slices(program: Program, bucket: str) -> bool:
-    """Whether each rank updates its own slice of a bucket."""
-    return program.is_shared(bucket) and program.buckets[bucket].updates_slices
-
-
-def _only_gathered(run: OuterRun, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Of the flat nodes of a level, those that are needed for values alone of which all is gathered."""
-    found: set[fx.Node] = set()
-    for node in reversed(nodes):
-        users = [u for u in node.users if u in run.level]
-        if users and node not in run.dest and all(u in found or _is_gathered_for(run, node, u) for u in users):
-            found.add(node)
-    of_others = {n for n in found if n.target is operator.getitem and fx_nodes.operand(n) in {*nodes} - found}
-    return found - of_others  # a tuple has no column
-
-
-def _is_gathered_for(run: OuterRun, node: fx.Node, user: fx.Node) -> bool:
-    """Whether a user of a flat value needs more of it than the own slice."""
-    name, index = run.slot_key[node]
-    if (
-        user in run.partial
-        or (user in run.slot_key and user not in run.owned)
-        or not _updates_slices(run.program, name)
-    ):
-        return False
-    bucket = run.program.buckets[name]
-    return user not in run.owned or not is_whole(bucket, index, run.program.mesh.size(bucket.axis))
+def _narrow(run: OuterRun, columns: set[str], ops: Sequence[Op]) -> None:
+    """Columns of computed values of which only the own slice is written and read are no longer than that."""
+    refs: dict[str, list[Ref]] = {name: [] for name in columns}
+    for ref in (r for op in ops for r in (*op.reads, *op.writes) if r.name in refs):
+        refs[ref.name].append(ref)
+    for name in (name for name, column_refs in refs.items() if all(ref.mine for ref in column_refs)):
+        buffer = run.buffers[name]
+        bucket = run.program.buckets[buffer.bucket or ""]
+        shape = (run.program.slice_length(bucket) // buffer.per,)
+        run.buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
 
 
 def _signature(run: OuterRun, chain: list[fx.Node]) -> tuple[object, ...]:

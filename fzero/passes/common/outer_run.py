@@ -1,14 +1,12 @@
-"""outer_run: of the nodes of an outer run, which may run on slices of buckets, and in which order.
+"""outer_run: which nodes of an outer run may run on slices of buckets.
 
 A node is *flat* if it works on the same elements, or blocks, of one leaf alone. It is *owned* if it needs all of one
-leaf and gives all of it. It is *partial* if it sums a flat value up. Any other node is *full*. Nodes of one kind and
-level are independent of one another. In a level full work comes first, then flat, owned, sums. A node that needs a
-result which comes later waits for the next level. Flat work is as late as its first user allows.
+leaf and gives all of it. It is *partial* if it sums a flat value up. Any other node is *full*. A full value that all
+ranks have and that flat work reads too is *cut*: a copy of it lies in a column.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ def is_sum(node: fx.Node) -> bool:
     return of(node.target).meaning == "sum"
 
 
-def _is_scalar(node: fx.Node) -> bool:
+def is_scalar(node: fx.Node) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
@@ -39,7 +37,7 @@ def _is_scalar(node: fx.Node) -> bool:
 @dataclass
 class OuterRun:
     """The nodes of one outer run on full tensors, sorted out. `sort_out` and its helpers write all fields but
-    `buffers`, `where` and `stored`; those `shard_update` writes too."""
+    `level`, which `outer_order` fills; `buffers`, `where` and `stored` `shard_update` writes too."""
 
     program: Program
     op: Op
@@ -61,7 +59,7 @@ class OuterRun:
     level: dict[fx.Node, int] = field(default_factory=dict)
 
     def sort_out(self) -> None:
-        """Reads the run and fills the fields; in `nodes`, in order, short chains may appear again."""
+        """Reads the run and fills the fields, but `level`."""
         self.gm = segments.module(segments.copied(self.program.segments[str(self.op.segment)].graph))
         self._apart()
         holders = fx_nodes.placeholders(self.gm.graph)
@@ -69,7 +67,7 @@ class OuterRun:
         num_outputs = int(self.op.num_outputs)
         for node, ref in zip(holders, self.op.reads, strict=False):
             self.where[node] = ref
-            slot_key = self._slot_key_of(ref)
+            slot_key = self.slot_key_of(ref)
             if slot_key is not None:
                 self.slot_key[node], self.stored[node], self.block_size[node] = (
                     slot_key,
@@ -94,41 +92,6 @@ class OuterRun:
             self.owned, self.partial = set(), set()
             self._classify()
         self._joined()
-        self._place()
-        self._repeat()
-
-    def by_bucket(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """Full nodes in groups that need nothing of one another: those that work on leaves of one bucket. A node that
-        works on leaves of several is of that with the largest. Scalars that need none of the others (a step's number)
-        come first, and join no groups."""
-        given, first = set(nodes), dict[fx.Node, None]()
-        for node in nodes:
-            kept = node in self.dest and self._slot_key_of(self.dest[node])
-            of_leaf = kept or any(a in self.slot_key for a in node.all_input_nodes)
-            if _is_scalar(node) and not of_leaf and all(a in first or a not in given for a in node.all_input_nodes):
-                first[node] = None
-        parent = {node: node for node in nodes if node not in first}
-
-        def root(node: fx.Node) -> fx.Node:
-            while parent[node] is not node:
-                parent[node] = node = parent[parent[node]]
-            return node
-
-        largest: dict[fx.Node, tuple[int, str]] = {}
-        for node in parent:
-            for a in node.all_input_nodes:
-                if a in parent:
-                    parent[root(a)] = root(node)
-        for node in parent:
-            keys = [self.slot_key[a] for a in node.all_input_nodes if a in self.slot_key]
-            keys += [key for key in [self._slot_key_of(self.dest[node])] if key] if node in self.dest else []
-            keys += [self.cut[node]] if node in self.cut else []
-            sizes = [(math.prod(self.program.buckets[key.bucket].place(key.slot)[2]), key.bucket) for key in keys]
-            largest[root(node)] = max([largest.get(root(node), (0, "")), *sizes])
-        groups: dict[str, list[fx.Node]] = {"": []}
-        for node in parent:
-            groups.setdefault(largest[root(node)][1], []).append(node)
-        return [group for group in ([*first], *groups.values()) if group]
 
     def _apart(self) -> None:
         """A whole result that is flat work's too (new parameters that a later loss reads) becomes a copy of it, so that
@@ -141,7 +104,7 @@ class OuterRun:
                     copy.meta = dict(node.meta)
                     end.replace_input_with(node, copy)
 
-    def _slot_key_of(self, ref: Ref) -> SlotKey | None:
+    def slot_key_of(self, ref: Ref) -> SlotKey | None:
         bucket = self.program.buckets.get(self.buffers[ref.name].bucket or "")
         if bucket is None or ref.start is None or ref.shape is None:
             return None
@@ -154,7 +117,7 @@ class OuterRun:
         for node in [*self.nodes]:
             slot_key, block_size = (None if node in self.whole else self._flat_slot_key(node)) or (None, 1)
             elsewhere = (
-                node in self.dest and self._slot_key_of(self.dest[node]) != slot_key
+                node in self.dest and self.slot_key_of(self.dest[node]) != slot_key
             )  # a leaf that is another's value
             if elsewhere and slot_key is not None and node.target is operator.getitem:
                 with self.gm.graph.inserting_after(node):
@@ -203,62 +166,6 @@ class OuterRun:
         flat = [a for a in node.all_input_nodes if a in self.slot_key]
         return all(self._is_read_whole(a, chain) or self._is_of_whole(a, chain) for a in flat)
 
-    def _place(self) -> None:
-        """Fills `level`."""
-        for node in self.nodes:
-            ready = 0
-            for a in node.all_input_nodes:
-                if a not in self.level:
-                    continue
-                ready = max(ready, self.level[a] + self._is_late(a, node))
-            self.level[node] = ready
-        for node in reversed(self.nodes):  # as late as its first user allows: then it need not be stored
-            if node in self.slot_key:
-                needed = [self.level[u] - self._is_late(node, u) for u in node.users if u in self.level]
-                self.level[node] = max(self.level[node], min(needed, default=0))
-        for node in self.nodes:
-            if node.target is operator.getitem and fx_nodes.operand(node) in self.level:
-                self.level[node] = self.level[fx_nodes.operand(node)]  # a tuple has no column
-
-    def _is_late(self, node: fx.Node, user: fx.Node) -> bool:
-        """Whether `user` cannot be of the level of `node`: in a level full work is first, then flat, leaves, sums."""
-        if node in self.partial or user in self.partial:
-            return node in self.partial
-        return node in self.owned or (node in self.slot_key and user not in self.slot_key)
-
-    def _repeat(self) -> None:
-        """A short elementwise chain on what is stored anyway (a gradient over a count) is computed again at a later
-        level, instead of kept from an earlier one. So it is for what needs all of it, at a level with sums: what is
-        gathered may wait until these are known."""
-        short: dict[fx.Node, int] = {}
-        for node in self.nodes:
-            flat = [a for a in node.all_input_nodes if a in self.slot_key]
-            depth = 1 + max((short.get(a, 4) if a in self.level else 0 for a in flat), default=4)
-            elementwise = node in self.slot_key and node not in self.owned
-            if elementwise and isinstance(node.meta["val"], torch.Tensor) and depth <= 4:
-                short[node] = depth
-        copies: dict[fx.Node, list[fx.Node]] = {}
-        summed = {self.level[node] for node in self.partial}
-
-        def again(node: fx.Node, users: list[fx.Node], level: int) -> None:
-            with self.gm.graph.inserting_after(node):
-                copy = fx_nodes.copy_node(self.gm.graph, node, lambda n: n)
-            self.level[copy], self.slot_key[copy] = level, self.slot_key[node]
-            self.block_size[copy] = self.block_size[node]
-            for user in users:
-                user.replace_input_with(node, copy)
-            copies.setdefault(node, []).insert(0, copy)
-
-        for node in reversed(self.nodes):
-            later = {self.level[u] for u in node.users if u in self.slot_key and self.level[u] > self.level[node]}
-            for level in sorted(later) if node in short else ():
-                again(node, [u for u in node.users if u in self.slot_key and self.level.get(u) == level], level)
-            whole = [u for u in node.users if u in self.level and self._is_late(node, u) and u not in self.partial]
-            here = any(self.level.get(u) == self.level[node] for u in node.users if u not in whole)
-            if node in short and whole and here and self.level[node] in summed:
-                again(node, whole, self.level[node])
-        self.nodes = [repeated for node in self.nodes for repeated in (node, *copies.get(node, ()))]
-
     def _flat_slot_key(self, node: fx.Node) -> tuple[SlotKey, Any] | None:
         """The leaf whose elements, or blocks, a node works on alone, and how many elements its results stand for."""
         if node.target.__name__ == "getitem":  # type: ignore[union-attr]
@@ -271,7 +178,7 @@ class OuterRun:
         on_leaf = of(node.target).flat_form is not None and len(node.all_input_nodes) == 1
         if not (fx_nodes.is_pointwise(node) or wanted or on_leaf):
             return None
-        wide = [a for a in node.all_input_nodes if not _is_scalar(a)]
+        wide = [a for a in node.all_input_nodes if not is_scalar(a)]
         beside = [a for a in wide if self._may_be_cut(a)] if fx_nodes.is_pointwise(node) and not wanted else []
         wide = [a for a in wide if a not in beside]
         slot_keys, block_sizes = {self.slot_key.get(a) for a in wide}, {self.block_size.get(a) for a in wide}
