@@ -196,7 +196,7 @@ class OuterRun:
             tuple(r.shape) == bucket.place(slot_key.slot, n or 1)[2] for r, n in zip(results, ratios, strict=True)
         )
         whole = bucket.place(slot_key.slot)[2]
-        cut = not beside or (block_size == 1 and bucket.updates_slices and self.program.is_shared(bucket.name))
+        cut = not beside or (block_size == 1 and self.program.is_shared(bucket.name))
         if not (results and fits and cut and all(tuple(a.meta["val"].shape) == whole for a in beside)):
             return None
         for a in beside:
