@@ -21,6 +21,7 @@ import optree
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fzero import backend
 from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.provenance import name_of
 
@@ -235,7 +236,7 @@ class Known:
 
 def _memory(tensor: torch.Tensor) -> bytes:
     """The bytes of a small tensor on the host; of another none."""
-    if tensor.device.type != "cpu" or tensor.nbytes > MOST_BYTES:
+    if not backend.of(tensor.device).on_host or tensor.nbytes > MOST_BYTES:
         return b""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 

@@ -112,10 +112,10 @@ def by_bucket(run: OuterRun, nodes: list[fx.Node]) -> list[list[fx.Node]]:
         keys += [run.cut[node]] if node in run.cut else []
         sizes = [(math.prod(run.program.buckets[key.bucket].place(key.slot)[2]), key.bucket) for key in keys]
         largest[root(node)] = max([largest.get(root(node), (0, "")), *sizes])
-    groups: dict[str, list[fx.Node]] = {"": []}
+    groups: dict[str, list[fx.Node]] = {"": [*first]}
     for node in parent:
         groups.setdefault(largest[root(node)][1], []).append(node)
-    return [group for group in ([*first], *groups.values()) if group]
+    return [group for group in groups.values() if group]
 
 
 def updates_slices(program: Program, bucket: str) -> bool:
