@@ -91,7 +91,7 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
     own = found.rows[default(problem.spec, problem.world_size)]
     if found.fits(own) and own.seconds <= best.seconds / (1 - GAIN):
         best = found.rows[own.candidate] = found.whole(own.candidate)
-    table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.seconds, str(row.candidate))))
+    table = tuple(sorted(found.rows.values(), key=lambda row: (not found.fits(row), row.order, str(row.candidate))))
     idle = {"pipeline"} if best.candidate.ranks.roles == 1 else set()
     idle |= {"reduce"} if best.candidate.reduce is None else set()
     idle |= {"sequence"} if not best.candidate.ranks.model_axes else set()

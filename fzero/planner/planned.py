@@ -34,6 +34,11 @@ class Row:
     refused: str = ""
     probed: bool = False
 
+    @property
+    def order(self) -> tuple[float, int]:
+        """By which rows are compared: of two that are as fast the smaller is better."""
+        return self.seconds, self.peak
+
     def fits(self, memory: int, host: int) -> bool:
         """Whether it is a program that needs no more than these bytes."""
         return not self.refused and self.peak <= memory and self.host <= host

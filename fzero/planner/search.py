@@ -49,7 +49,7 @@ class Search:
     def best(self) -> Row | None:
         """The fastest that fits, lowered in full; None if none does."""
         while found := self.fitting:
-            row = min(found, key=lambda row: row.seconds)
+            row = min(found, key=lambda row: row.order)
             if (whole := self.whole(row.candidate)) == row:
                 return row
             self.rows[row.candidate] = whole
@@ -163,7 +163,7 @@ def _refine(done: Search, most: int) -> None:
     """Lowers what differs from the fastest in one field alone, and may be faster, until nothing is."""
     tried: set[Candidate] = set()
     while done.fitting and len(done.rows) <= 3 * most:
-        best = min(done.fitting, key=lambda row: row.seconds)
+        best = min(done.fitting, key=lambda row: row.order)
         if best.candidate in tried:
             return
         tried.add(best.candidate)
