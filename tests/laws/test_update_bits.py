@@ -1,4 +1,4 @@
-"""An update that reads full values of its own (noise, means over ranks) has one set of bits at all stages."""
+"""Updates have one set of bits at all stages: with noise of their own, on whole leaves, with a loss scale and without."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import differing, run, run_reference
 from torch import Tensor
 
@@ -53,7 +54,7 @@ KINDS = ["noise", "noise and norm", "mask", "kept noise"]
 
 @pytest.mark.parametrize("mesh", [{"dp": 3}, {"dp_out": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_have_one_set_of_bits(kind: str, mesh: dict[str, int]) -> None:
+def test_with_values_that_all_ranks_have(kind: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     first, world = start(), 3 if len(mesh) == 1 else 4
     specs = [fzero.Spec(step=lambda s, x: noised(s, x, kind), zero=zero, mesh=mesh) for zero in range(4)]
@@ -64,3 +65,40 @@ def test_stages_have_one_set_of_bits(kind: str, mesh: dict[str, int]) -> None:
             assert not differing(finals[0], final), f"stage {zero}"
         for path, value in plain.items():
             torch.testing.assert_close(final[path], value, rtol=1e-5, atol=1e-6)
+
+
+WHOLE: dict[str, Any] = {
+    "adafactor": optim.adafactor(1e-2),
+    "adafactor, decay": optim.adafactor(1e-2, weight_decay=0.1),
+    "muon": optim.muon(1e-2, mask="layers/**/[ab]", others=optim.adamw(1e-2)),
+    "lamb": optim.lamb(1e-2),
+    "a norm over updates": optim.chain(optim.adafactor(1e-2), optim.clip_by_global_norm(0.5)),
+}
+CHECKS: dict[str, dict[str, Any]] = {
+    "skip": {"nonfinite": "skip"}, "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"},
+    "fp16, clip, two microbatches": {"precision": "fp16", "clip_norm": 0.5, "microbatches": 2},
+}  # fmt: skip
+
+
+def words(rank: int, step: int) -> Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(7 * rank + step))
+
+
+def of_words(params: Any, batch: Tensor) -> Tensor:
+    x = params["words"][batch]
+    for layer in params["layers"]:
+        x = x + torch.tanh((x * layer["n"]) @ layer["a"]) @ layer["b"]
+    return F.cross_entropy((x @ params["head"]).flatten(0, 1), batch.flatten())
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.sampled(5)
+def test_on_whole_leaves(name: str, check: str) -> None:
+    torch.manual_seed(0)
+    layers = [{"a": torch.randn(6, 10) / 3, "b": torch.randn(10, 6) / 3, "n": torch.ones(6)} for _ in range(3)]
+    params = {"words": torch.randn(11, 6) / 3, "layers": layers, "head": torch.randn(6, 11) / 3}
+    specs = [fzero.Spec(loss=of_words, optimizer=WHOLE[name], zero=zero, **CHECKS[check]) for zero in range(4)]
+    finals = [run(spec, params, words, world=3, steps=3).final for spec in specs]
+    assert [differing(finals[0], final) for final in finals[1:]] == [[]] * 3
+    assert differing(finals[0], {**finals[0], "params/head": params["head"]}), "it was trained"
