@@ -1,4 +1,4 @@
-"""Updates have one set of bits at all stages: with noise of their own, on whole leaves, with a loss scale and without."""
+"""Updates have one set of bits at all stages: with noise of their own, on whole leaves, with and without a scale."""
 
 from __future__ import annotations
 
