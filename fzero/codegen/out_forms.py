@@ -16,7 +16,7 @@ from torch import fx
 from fzero import backend
 from fzero._torch_compat import kernel_of
 from fzero.codegen import tiling
-from fzero.ir import fx_nodes, op_info, strided_ops
+from fzero.ir import fx_nodes, fx_values, op_info, strided_ops
 from fzero.ir.op_info import named, of
 
 aten = torch.ops.aten
@@ -34,14 +34,18 @@ def out_form(target: Any) -> Any:
 def form_of(node: fx.Node) -> Any:
     """The `out=` form of a node's op for the node's arguments, or None.
 
-    The form of `add.Scalar` takes two: its third, `alpha`, is no tensor. A softmax writes its result row by row, so an
-    `out` that is not contiguous would be wrong.
+    The form of `add.Scalar` takes two: its third, `alpha`, is no tensor. Some forms need all in plain order.
     """
-    if "." in of(node.target).out_form and len(node.args) > 2:
-        return None
-    if "_softmax" in fx_nodes.op_name(node) and "val" in node.meta and not node.meta["val"].is_contiguous():
+    row = of(node.target)
+    if ("." in row.out_form and len(node.args) > 2) or (row.in_order and not _in_order(node, row.in_order)):
         return None
     return out_form(node.target)
+
+
+def _in_order(node: fx.Node, what: str) -> bool:
+    """Whether a node's result, or "all" its operands too, lie in plain order."""
+    nodes = [node, *(node.all_input_nodes if what == "all" else [])]
+    return all(x.is_contiguous() for each in nodes for x in fx_values.tensors(each.meta.get("val")))
 
 
 def special_form(node: fx.Node) -> Callable[..., Iterator[Call]] | None:

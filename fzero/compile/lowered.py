@@ -32,7 +32,7 @@ from fzero.plan.state_plan import Plan
 from fzero.state.first_state import fingerprint
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lowered:
     """A step lowered for a world: the result of `fzero.lower`. Nothing is allocated and nothing has run."""
 
@@ -86,6 +86,25 @@ class Lowered:
     def on(self, rank: int) -> Program:
         """The program of a rank."""
         return self.programs[self.plan.mesh.role(rank)]
+
+    def __str__(self) -> str:
+        """The text of the program; in a pipeline of each role's, below its number."""
+        if len(self.programs) == 1:
+            return str(self.program)
+        return "\n".join(f"role {role}\n{program}" for role, program in self.programs.items())
+
+    def __repr__(self) -> str:
+        """In one line; `str` has the text of the program.
+
+        >>> import torch, fzero
+        >>> spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(1e-3))
+        >>> fzero.lower(spec, {"w": torch.zeros(8, 8)}, torch.zeros(4, 8))
+        Lowered(mesh dp=1, 6 ops, peak 1,608 bytes a rank: print its program, decisions or passes)
+        """
+        ops = " and ".join(f"{len(program.ops):,}" for program in self.programs.values())
+        what = "programs" if len(self.programs) > 1 else "program"
+        shown = f"mesh {self.plan.mesh}, {ops} ops, peak {self.memory.peak:,} bytes a rank"
+        return f"Lowered({shown}: print its {what}, decisions or passes)"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the memory of the fullest role, and what was decided."""

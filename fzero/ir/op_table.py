@@ -55,6 +55,8 @@ class OpInfo:
     out_form: how its results are written where they belong. "call": torch's `out=` form of it was seen to write there
         and nothing else, and each call uses it. "program": so does the program's text. The name of another overload:
         that one, which has a tensor for a Python number. Pointwise ops are "program".
+    in_order: its `out=` form is used only where the "result", or "all" that it reads and writes, lies in plain order: a
+        softmax writes row by row, and of some ops torch's shape rule says other strides than its kernel gives.
     special_form: gives the calls that write its result into given memory, where no `out=` form does.
     overwrites: "elements", "rows": its kernel reads each of them before it writes it, so the result may lie in an
         operand's memory.
@@ -98,6 +100,7 @@ class OpInfo:
     keeps_overlap: bool = False
     norm_weight: int | None = None
     out_form: str = ""
+    in_order: Literal["", "result", "all"] = ""
     special_form: Callable[..., Any] | None = None
     overwrites: Literal["", "elements", "rows"] = ""
     exact: bool = False
@@ -159,6 +162,7 @@ ROWS: dict[str, OpInfo] = {
         OpInfo(overwrites="elements"),
     ),
     **rows("gelu gelu_backward", OpInfo(overwrites="elements", fusion="not on cpu")),
+    **rows("float_power.Scalar pow.Scalar logit_backward special_xlog1py.default xlogy.Tensor", OpInfo(in_order="all")),
     **rows("erf erfc special_erf special_erfc", OpInfo(fusion="not on cpu")),
     "aten.add.Scalar": OpInfo(out_form="aten.add.out"),
     "aten.sub.Scalar": OpInfo(out_form="aten.sub.out"),
@@ -207,7 +211,7 @@ ROWS: dict[str, OpInfo] = {
     **rows("prod var var_mean logsumexp linalg_vector_norm", OpInfo(fusion="loop", fake="kernel")),
     **rows(
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
-        OpInfo(fusion="loop", out_form="call", overwrites="rows", fake="kernel"),
+        OpInfo(fusion="loop", out_form="call", in_order="result", overwrites="rows", fake="kernel"),
     ),
     "aten.native_layer_norm": OpInfo(fusion="loop", norm_weight=2, fake="kernel"),
     "aten.native_layer_norm_backward": OpInfo(fusion="loop", fake="kernel"),

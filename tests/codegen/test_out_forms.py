@@ -1,4 +1,4 @@
-"""Results that an op leaves out, or returns as nothing."""
+"""Results that an op leaves out, or returns as nothing; and the forms that write into given memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import same_bits
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode  # 2.11.0, 2.13.0
 
 import fzero
-from fzero.codegen.out_forms import copied, copy_results
+from fzero.codegen.out_forms import copied, copy_results, form_of
+from fzero.ir.op_info import of
 
 STEPS, ROWS, WIDTH, HIDDEN = 5, 3, 4, 6
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
@@ -93,3 +96,67 @@ def _trains_as_torch_does(weights: dict[str, Tensor], loss: Callable[..., Tensor
         own = {k: (w - 0.5 * g).detach().requires_grad_() for (k, w), g in zip(own.items(), grads, strict=True)}
     for name, w in own.items():
         torch.testing.assert_close(state.params[name].full(), w.detach(), rtol=1e-4, atol=1e-6)
+
+
+def operands(op: Any, dtype: torch.dtype, order: str) -> list[Any] | None:
+    """Arguments of an op: each tensor in plain order, with its dims moved or both in turn; None where it takes others."""
+    generator, given = torch.Generator().manual_seed(0), []
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if kind == "Tensor":
+            moved = order == "moved" or (order == "in turn" and not any(isinstance(x, Tensor) for x in given))
+            x = torch.rand((7, 5, 5) if moved else (5, 5, 7), generator=generator) * 3
+            given.append((x.permute(1, 2, 0) if moved else x).to(dtype))
+        elif kind in ("number", "float"):
+            given.append(2)
+        elif argument.has_default_value() or argument.kwarg_only:
+            break
+        elif kind in ("int", "bool") and argument.name != "input_dtype":
+            given.append(kind == "int")
+        else:
+            return None  # a dtype of a result, a list
+    return given if any(isinstance(x, Tensor) for x in given) else None
+
+
+def written(op: Any, given: list[Any]) -> tuple[Tensor, Tensor] | None:
+    """(An op's result, what its `out=` form writes where the op's shape rule says); None where it has no such form."""
+    try:
+        result = op(*given)
+        with FakeTensorMode() as mode:
+            planned = op(*[mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given])
+    except (RuntimeError, IndexError, ValueError, NotImplementedError):
+        return None  # not of these shapes or dtypes
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{i}") if isinstance(x, Tensor) else x for i, x in enumerate(given)]
+    for node, x in zip(nodes, given, strict=True):
+        if isinstance(node, fx.Node):
+            node.meta["val"] = x
+    call = graph.call_function(op, tuple(nodes))
+    call.meta["val"] = planned
+    if (form := form_of(call)) is None:
+        return None
+    into = torch.empty_strided(planned.shape, planned.stride(), dtype=planned.dtype).fill_(3)
+    (name,) = [a.name for a in form._schema.arguments if a.is_out]
+    form(*given, **{name: into})
+    return result, into
+
+
+@pytest.mark.parametrize("order", ["plain", "moved", "in turn"])
+@pytest.mark.filterwarnings("ignore")
+def test_an_out_form_writes_the_bits_of_its_op_into_any_strides(order: str) -> None:
+    """`2 ** x` of a transposed x lies in another order than torch's shape rule says: written there by its form, it is
+    made by a vector's power instead of a number's, and the last bits differ."""
+    tried, wrong = 0, []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for op in [getattr(packet, overload) for overload in getattr(packet, "overloads", list)()]:
+            if op._schema.is_mutable or [str(r.type) for r in op._schema.returns] != ["Tensor"] or not of(op).out_form:
+                continue
+            for dtype in (torch.float32, torch.float64):
+                given = operands(op, dtype, order)
+                both = None if given is None else written(op, given)
+                if both is not None:
+                    tried += 1
+                    wrong += [] if same_bits(*both) else [str(op)]
+    assert tried > 250, tried
+    assert wrong == []
