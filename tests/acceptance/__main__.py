@@ -1,8 +1,8 @@
 """Runs the long checks file by file, and keeps what each came to: a run that was cut goes on (`make acceptance`).
 
 Each file of tests runs in a process of its own, which takes what it held with it when it ends. `runs/acceptance.jsonl`
-has a JSON line for each: its commit, seconds and counts. A file that passed at this commit is not run again, as long as
-nothing was changed since; its output lies in `runs/acceptance/`.
+has a JSON line for each: its commit, seconds, those of a core (`cpu`) and counts. A file that passed at this commit is
+not run again, as long as nothing was changed since; its output lies in `runs/acceptance/`.
 
     python -m tests.acceptance --jobs 2
     python -m tests.acceptance --part 3/10    # one of ten parts of each file's, drawn by the names of tests
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -85,10 +86,13 @@ def checked(file: str, at: Mapping[str, str]) -> dict[str, Any]:
             f"--junitxml={report}",
             file,
         ]
-        code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT).returncode
+        child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(child.pid, 0)  # and what its children used
+        code = child.returncode = os.waitstatus_to_exitcode(status)
     suite = next(ET.parse(report).iter("testsuite")).attrib if report.exists() else {}
     code = 0 if code == NONE_RAN else code
     line = {"file": file, **at, "code": code, "seconds": round(time.monotonic() - start)}
+    line |= {"cpu": round(used.ru_utime + used.ru_stime)}
     line |= {key: int(suite.get(key, 0)) for key in COUNTS}
     with open(KEPT, "a") as lines:
         lines.write(json.dumps(line) + "\n")
@@ -108,9 +112,9 @@ def told(line: dict[str, Any]) -> str:
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> str:
-    tests, skipped, seconds = (sum(line[key] for line in lines) for key in ("tests", "skipped", "seconds"))
+    tests, skipped, seconds = (sum(line[key] for line in lines) for key in ("tests", "skipped", "cpu"))
     bad = [line["file"] for line in lines if not passed(line)]
-    text = f"{tests} tests in {len(lines)} files, {skipped} skipped, {seconds / 60:.0f} minutes of processes"
+    text = f"{tests} tests in {len(lines)} files, {skipped} skipped, {seconds / 60:.0f} minutes of a core"
     return f"{text}; failed: {', '.join(bad)}" if bad else f"{text}; all passed"
 
 
