@@ -182,10 +182,7 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
         runtime.group,
         failure,
         runtime.flags(),
-        lambda: {
-            **_shown(batch if fn is None else batch["batch"]),
-            **(lowered.graph.reads.numbers() if lowered else {}),
-        },
+        lambda: _compared(call, batch if fn is None else batch["batch"], lowered),
         _same(state, batch) if failure is None else (),
     )
     assert lowered is not None
@@ -210,9 +207,14 @@ def _same(state: State, batch: Any) -> list[Same]:
     return same
 
 
-def _shown(batch: Any) -> dict[str, str]:
-    """The batch's leaves as messages show them, by name."""
-    return {leaf_name("batch", path): describe(leaf) for path, leaf in zip(*tree.flatten(batch)[:2], strict=True)}
+def _compared(call: str, batch: Any, lowered: Lowered | None) -> list[dict[str, str]]:
+    """What ranks of different programs compare, by name, in the order in which it is told: the phase, the batch's
+    leaves and what was read from Python; the numbers of ops."""
+    given = {leaf_name("batch", path): describe(leaf) for path, leaf in zip(*tree.flatten(batch)[:2], strict=True)}
+    if lowered is None:
+        return [given]
+    phase = {f"the phase of {call}": lowered.phase} if lowered.phase else {}
+    return [{**phase, **given, **lowered.graph.reads.numbers()}, lowered.graph.numbers()]
 
 
 def _check_scale(state: State) -> None:

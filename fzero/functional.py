@@ -22,6 +22,7 @@ from fzero.capture.graph import PerRank
 from fzero.capture.joint import Joint
 from fzero.capture.joint_region import combined, means, region_outputs
 from fzero.capture.provenance import describe, user_line
+from fzero.capture.scan import RECOMPUTES
 from fzero.errors import CaptureError, SpecError
 from fzero.ir.mesh import DATA, PIPELINE, parts_of
 from fzero.precision import Precision, policy
@@ -227,8 +228,8 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` for a loss: its activations are not saved, but recomputed in the backward, bit for bit.
 
     fn: any function of tensors. It is called through `torch.utils.checkpoint`. Inside a torch.func transform, which
-    checkpoint does not support, it is `fn` itself. For whole layers by path see `Spec(remat=...)`, which needs no
-    wrapping.
+    checkpoint does not support, it is `fn` itself. `fzero.scan` of it is `scan(fn, ..., remat=True)`; of a function
+    within a scan's it recomputes nothing. For whole layers by path see `Spec(remat=...)`, which needs no wrapping.
 
     >>> x = torch.ones(3, requires_grad=True)
     >>> remat(lambda t: (t.exp() * 2).sum())(x).backward()
@@ -242,6 +243,7 @@ def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
         return checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
+    setattr(again, RECOMPUTES, fn)
     return again
 
 

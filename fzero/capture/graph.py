@@ -11,6 +11,7 @@ from torch import fx
 
 from fzero.capture.known import Baked, Closed
 from fzero.capture.reads.noted import Reads
+from fzero.ir import fx_nodes
 from fzero.ir.records import ALIGN
 
 
@@ -79,6 +80,20 @@ class Graph:
         """The step with each region's graph rewritten, and with `update` the graph around them too."""
         regions = tuple(replace(region, gm=rewrite(region.gm)) for region in self.regions)
         return replace(self, gm=rewrite(self.gm) if update else self.gm, regions=regions)
+
+    def numbers(self) -> dict[str, str]:
+        """The numbers that its ops hold, by op and the user's line, as messages show them: those that ranks give to
+        their optimizers differ here."""
+        found = {}
+        for what, gm in [("the update", self.gm), *(("the loss", region.gm) for region in self.regions)]:
+            for place, node in enumerate(gm.graph.nodes):
+                given: list[Any] = []
+                fx.node.map_aggregate((node.args, node.kwargs), given.append)
+                given = [x for x in given if isinstance(x, float)]
+                if given and node.op == "call_function":
+                    line = f" ({node.meta['source']})" if node.meta.get("source") else ""
+                    found[f"`{fx_nodes.op_name(node)}`, op {place} of {what}{line},"] = ", ".join(map(str, given))
+        return found
 
     def change(self) -> tuple[str, str] | None:
         """(what the step read from Python and is another now, the remedy); None if all is as it was."""

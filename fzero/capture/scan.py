@@ -19,6 +19,8 @@ from fzero.capture.scan_bodies import Both, Step
 from fzero.errors import CaptureError
 from fzero.ir.scan_op import SCAN, text_of
 
+RECOMPUTES = "__recomputes__"  # of a function that `fzero.remat` gives: the one that it was given
+
 
 def scan(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, *, length: int | None = None, reverse: bool = False,
@@ -32,8 +34,8 @@ def scan(
 
     In a step the loop is one op of the program: `f` is captured once, forward and backward, whatever T is. Tensors
     that `f` closes over get gradients. What the backward reads is kept for all T steps. remat: only the carry is
-    kept, and each step is computed again. `f` may not draw from the loss's own key: split a key, and pass the parts in
-    xs. Outside of a step this is a Python loop.
+    kept, and each step is computed again; so of `f = fzero.remat(g)`. `f` may not draw from the loss's own key: split
+    a key, and pass the parts in xs. Outside of a step this is a Python loop.
 
     Raises CaptureError for a carry that changes its form, leaves that are no tensors, and lengths that differ.
 
@@ -44,6 +46,7 @@ def scan(
     >>> torch.autograd.grad(last, decay)
     (tensor(2.),)
     """
+    f, remat = getattr(f, RECOMPUTES, f), remat or hasattr(f, RECOMPUTES)
     _, carry, carry_form = tree.flatten(init)
     paths, rows, rows_form = tree.flatten(xs)
     _check_tensors("init", tree.flatten(init)[0], carry)

@@ -87,6 +87,8 @@ def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
     """
     disk = disk or Disk()
     path = Path(directory)
+    if path.is_file():
+        raise CheckpointError(path, "is a file: give the directory of a step or of a run, which fzero.save makes")
     names = disk.names(path)
     if names is None:
         raise CheckpointError(path, "there is no such directory")

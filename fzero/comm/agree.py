@@ -32,7 +32,7 @@ CALL_BYTES = 160  # of a note; of its digest and of each shared value at most PA
 PART_BYTES = 80
 TABLE_BYTES = 1 << 16  # of the inputs by name, which are told after an error alone
 STEP_NEEDS = "a step needs batches of the same shapes, dtypes and static values on all ranks, and functions that read "
-STEP_NEEDS += "the same values of Python"
+STEP_NEEDS += "the same values of Python, and optimizers of the same numbers"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def agree(
     group: Any,
     failure: BaseException | None = None,
     flags: int = 0,
-    inputs: Callable[[], Mapping[str, str]] = dict,
+    inputs: Callable[[], Sequence[Mapping[str, str]]] = tuple,
     same: Sequence[Same] = (),
     needs: str = STEP_NEEDS,
 ) -> int:
@@ -146,9 +146,9 @@ def agree(
 
     call: the name of the call, for messages. digest: identifies the program that this rank is about to run. failure:
     the error that this rank met before the call, if any. flags: bits that this rank sends to the others. inputs:
-    returns the inputs of the call by name, as text; it is used only if the digests differ, so that the error can name
-    the input that differs. same: what groups of ranks must share; as many on every rank. needs: what the call needs of
-    its inputs, in words.
+    returns the inputs of the call by name, as text, in groups of which the first that differs is told; it is used only
+    if the digests differ, so that the error can name the input. same: what groups of ranks must share; as many on every
+    rank. needs: what the call needs of its inputs, in words.
 
     Raises `failure` if there is one. Raises DisagreementError on every rank if calls, digests or shared values differ,
     and on the ranks that did not fail if another rank failed. Raises HangError if a rank does not come.
@@ -172,9 +172,11 @@ def agree(
                 if len({part[1] for part in parts}) == 1:  # one call: as many shared values on every rank
                     _compare_shared(same, [json.loads(part[3]) for part in parts], presence.label)
                     if len({part[2] for part in parts}) > 1:
-                        texts = tell(_text(inputs()), world_size, group, TABLE_BYTES)
+                        texts = tell(b"\0".join(map(_text, inputs())), world_size, group, TABLE_BYTES)
                         cut = any(len(text) == TABLE_BYTES for text in texts)
-                        _compare_inputs([_table(text) for text in texts], cut, needs, presence.label)
+                        groups = list(zip(*(map(_table, text.split(b"\0")) for text in texts), strict=False))
+                        for number, tables in enumerate(groups, 1):
+                            _compare_inputs(tables, cut and number == len(groups), needs, presence.label)
                 _compare(parts, presence.label)
                 any_rank_flags = functools.reduce(operator.or_, (int(part[0][1:]) for part in parts))
         if failure is not None:
@@ -206,7 +208,7 @@ def _table(note: bytes) -> dict[str, str]:
     return dict(line.split("\t") for line in lines)
 
 
-def _compare_inputs(tables: list[dict[str, str]], cut: bool, needs: str, label: Callable[[int], str]) -> None:
+def _compare_inputs(tables: Sequence[dict[str, str]], cut: bool, needs: str, label: Callable[[int], str]) -> None:
     """Raises DisagreementError for the first input that differs from that of rank 0, else for the first that one of
     them lacks. cut: a table may end before its last input."""
     first = tables[0]

@@ -24,6 +24,7 @@ from fzero.capture import ambient
 from fzero.capture.provenance import describe
 from fzero.capture.static import Static
 from fzero.errors import TreeError, leaf_name
+from fzero.state.state import ShardedTensor
 
 NUMBERS, STRINGS = (int, float), (str, bytes)
 Key = tuple[Any, ...]
@@ -163,6 +164,8 @@ def _entry(name: str, leaf: Any) -> Any:
         return describe(leaf)
     if (kind := _kind(leaf)) is not None:
         return Plain(kind, describe(leaf))
+    if isinstance(leaf, ShardedTensor):
+        raise TreeError(f"{name} is ShardedTensor {leaf.path!r}, a leaf of a state: give its whole tensor, .full()")
     try:
         hash(leaf)
     except TypeError:

@@ -159,7 +159,7 @@ class World:
         digest: str,
         failure: BaseException | None = None,
         same: Sequence[Same] = (),
-        inputs: Callable[[], Mapping[str, str]] = dict,
+        inputs: Callable[[], Sequence[Mapping[str, str]]] = tuple,
         needs: str = "",
     ) -> None:
         """Raises on every rank if a rank has a `failure`, or if calls, digests or shared values differ (see
@@ -180,7 +180,7 @@ class World:
         except Exception as error:  # sent to the other ranks before it is raised here
             failure = error
         self.agree(
-            name, digest, failure, [_libraries()], lambda: given, "give every rank the same spec and the same params"
+            name, digest, failure, [_libraries()], lambda: [given], "give every rank the same spec and the same params"
         )
         here = heartbeat.of(self.group)
         with here.running():
@@ -202,7 +202,7 @@ class World:
             failure, values = error, ""
         call = f"the values of {'params' if name == 'init' else 'the checkpoint'}"
         same = Same(call, mesh.role(self.rank), own, SAME_PARAMS)
-        self.agree(call, values, failure, [same], lambda: filling.seen, f"{call} differ. {SAME_PARAMS}")
+        self.agree(call, values, failure, [same], lambda: [filling.seen], f"{call} differ. {SAME_PARAMS}")
         here.leave()
         runtime = Session(
             spec, self.rank, self.size, self.device, plan, filling.treedef, homes, transport, self.group, here,

@@ -98,7 +98,7 @@ class Life:
             raise DonatedError(f"state[{path!r}] {self.ended}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShardedTensor(NoTensor):
     """A leaf of a state. `shape` and `dtype` are the logical ones: they do not depend on the part that this rank holds.
 

@@ -122,6 +122,26 @@ def test_remat_keeps_the_carry_alone() -> None:
     assert kept[1] < 0.6 * kept[0]
 
 
+def test_a_scan_of_a_recomputed_function_is_a_scan_with_remat() -> None:
+    """As `jax.lax.scan(jax.checkpoint(f), ...)`; it kept all that the backward read, and nothing said so."""
+
+    def of(wrap: Callable[[Any], Any], **how: Any) -> Any:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            def f(h: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+                h = torch.tanh(torch.sin(row @ p["w"]) + h)
+                return h, h
+
+            return fzero.scan(wrap(f), p["h"], x, **how)[1].square().sum()
+
+        return loss
+
+    own = {name: params()[name] for name in ("h", "w")}
+    agrees(of(fzero.remat), own, data())
+    texts = [str(region(loss, own, data())) for loss in (of(fzero.remat), of(lambda f: f, remat=True))]
+    assert texts[0] == texts[1]
+    assert texts[0] != str(region(of(lambda f: f), own, data()))
+
+
 def test_xs_and_parts_of_trees_get_gradients() -> None:
     def loss(p: Any, x: Tensor) -> Tensor:
         xs = {"a": (p["w"] * 2).expand(STEPS, -1, -1).contiguous() * x[:, :WIDTH], "b": (x, x.long())}

@@ -515,6 +515,9 @@ def test_what_cannot_be_asked(trained: tuple[fzero.State, Path]) -> None:
         fzero.load(run, adam_spec(mesh={"dp": 2}))
     with pytest.raises(CheckpointError, match=re.escape(f"{run / 'nowhere'}: there is no such directory")):
         fzero.load(run / "nowhere", adam_spec())
+    (file := run.parent / "a.pt").write_text("")
+    with pytest.raises(CheckpointError, match=re.escape(f"{file}: is a file: give the directory of a step")):
+        fzero.load(file, adam_spec())
     with pytest.raises(fzero.TreeError, match="needed a key"):
         fzero.load(run, adam_spec(), key=torch.zeros(3))
 

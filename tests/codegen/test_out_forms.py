@@ -99,7 +99,7 @@ def _trains_as_torch_does(weights: dict[str, Tensor], loss: Callable[..., Tensor
 
 
 def operands(op: Any, dtype: torch.dtype, order: str) -> list[Any] | None:
-    """Arguments of an op: each tensor in plain order, with its dims moved or both in turn; None where it takes others."""
+    """Arguments of an op: each tensor in plain order, with its dims moved, or both in turn; None: it takes others."""
     generator, given = torch.Generator().manual_seed(0), []
     for argument in op._schema.arguments:
         kind = str(argument.type)

@@ -58,7 +58,7 @@ def test_inputs_of_any_name_are_compared(name: str, other: list[bytes], monkeypa
     other += sent(monkeypatch, "step 1", "digest 2", None)
     other += [notes._text({name: "f32[2]"})]
     with pytest.raises(DisagreementError, match=r"is f32\[1\] on rank 0, f32\[2\] on rank 1"):
-        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: {name: "f32[1]"})
+        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: [{name: "f32[1]"}])
 
 
 def test_a_failure_of_any_text_is_told(other: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_an_input_that_differs_comes_with_its_remedy(
     other += sent(monkeypatch, "step 1", "digest 2", None)
     other += [notes._text({"same": "f32[1]", "batch/x": there})]
     with pytest.raises(DisagreementError) as error:
-        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: {"same": "f32[1]", "only": "f32[]", "batch/x": here})
+        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: [{"same": "f32[1]", "only": "f32[]", "batch/x": here}])
     text = str(error.value)
     assert text.startswith(f"batch/x is {here} on rank 0, {there} on rank 1: ")
     assert said in text
@@ -129,7 +129,7 @@ def test_an_input_behind_many_others_is_named(other: list[bytes], monkeypatch: p
     many = {f"batch['feature {i}']": "f32[128, 128]" for i in range(300)}
     other += [*sent(monkeypatch, "step 1", "digest 2", None), notes._text({**many, "last": "f32[2]"})]
     with pytest.raises(DisagreementError, match=r"^last is f32\[1\] on rank 0, f32\[2\] on rank 1: "):
-        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: {**many, "last": "f32[1]"})
+        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: [{**many, "last": "f32[1]"}])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_an_input_that_a_rank_lacks_is_named(
 ) -> None:
     other += [*sent(monkeypatch, "init", "digest 2", None), notes._text(there)]
     with pytest.raises(DisagreementError) as error:
-        agree(0, 2, "init", "digest 1", None, inputs=lambda: here, needs="the same of both")
+        agree(0, 2, "init", "digest 1", None, inputs=lambda: [here], needs="the same of both")
     assert str(error.value) == said
 
 
@@ -155,7 +155,7 @@ def test_of_a_table_that_is_cut_no_input_is_said_to_be_lacking(
     many = {f"{i:0150}": "1" for i in range(1000)}
     other += [*sent(monkeypatch, "init", "digest 2", None), notes._text({"first": "1", **many})]
     with pytest.raises(DisagreementError, match=r"^the ranks do not run the same program"):
-        agree(0, 2, "init", "digest 1", None, inputs=lambda: many)
+        agree(0, 2, "init", "digest 1", None, inputs=lambda: [many])
 
 
 def test_inputs_are_compared_only_if_the_digests_differ(other: list[bytes]) -> None:
@@ -295,3 +295,14 @@ def test_while_a_heartbeat_runs_a_text_is_asked_for_again_and_again(monkeypatch:
     monkeypatch.setattr(notes.time, "sleep", slept.append)
     assert notes.from_first("", "a plan", 1, 2, None) == "text"
     assert (found, slept) == ([False, True], [notes.POLL_SECONDS, 0])
+
+
+def test_the_first_group_of_inputs_that_differs_is_told(other: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leaf that one of them lacks is told before the numbers of ops, which differ because of it."""
+    there = [notes._text({"a": "1", "b": "2"}), notes._text({"op 1": "0.5"})]
+    other += [*sent(monkeypatch, "step 1", "digest 2", None), b"\0".join(there)]
+    with pytest.raises(DisagreementError, match=r"^b is 2 on rank 1, and rank 0 has none"):
+        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: [{"a": "1"}, {"op 1": "0.1"}])
+    other += [*sent(monkeypatch, "step 1", "digest 2", None), b"\0".join(there)]
+    with pytest.raises(DisagreementError, match=r"^op 1 is 0\.1 on rank 0, 0\.5 on rank 1: "):
+        agree(0, 2, "step 1", "digest 1", None, inputs=lambda: [{"a": "1", "b": "2"}, {"op 1": "0.1"}])

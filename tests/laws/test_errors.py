@@ -592,6 +592,8 @@ def cases(names: Sequence[str]) -> dict[str, Case]:
     assert new.step == 2
     state = fzero.init(params(), spec(loss=scaled_loss(1.0 + rank)))
     found["losses differ"] = Case(attempt(lambda: fzero.step(state, batch())))
+    state = fzero.init(params(), spec(optimizer=fzero.optim.adamw(1e-3, weight_decay=0.5 + 0.25 * rank)))
+    found["optimizers differ"] = Case(attempt(lambda: fzero.step(state, batch())))
     mask = torch.full((3,), 1.0 + rank)
     state = fzero.init({"params": params()}, fzero.Spec(step=adding_step(mask)))
     found["constants of the update differ"] = Case(attempt(lambda: fzero.step(state, batch())))
@@ -615,19 +617,30 @@ OWN = {  # what the rank that is wrong raises itself; the others report it
     "donated on one rank": (DonatedError, 1, "was donated to fzero.step at step 1"),
     "donated full on one rank": (DonatedError, 1, "state['params/v'] was donated"),
 }
-SHOWN = {  # what the message says of the batches
+SHOWN = {  # what the message says of the input that differs
+    "params: dtypes": ("state['params/v'] is f32[3] on rank 0, f64[3] on rank 1", "the same params"),
+    "params: keys": ("the digest of state['key'] is ", "the values of params differ"),
+    "params: paths": ("state['params/v0'] is f32[3] on rank 0, and rank 1 has none", "the same params"),
+    "params: shapes": ("state['params/v'] is f32[3] on rank 0, f32[4] on rank 1", "the same params"),
+    "params: values": ("the digest of state['params/blocks/0/w'] is ", "the values of params differ"),
+    "specs: bucket_bytes": ("Spec(bucket_bytes=) is 1048576 on rank 0, 16 on rank 1", "the same spec"),
+    "specs: form": ("state['opt_state/mu/v'] is f32[3] on rank 0, and rank 1 has none", "the same spec"),
+    "specs: microbatches": ("Spec(microbatches=) is 1 on rank 0, 2 on rank 1", "the same spec"),
+    "specs: zero": ("Spec(zero=) is 1 on rank 0, 3 on rank 1", "the same spec"),
+    "batch: structure": ("batch['n'] is f32[2] on rank 1, and rank 0 has none", "on all ranks"),
     "batch: shapes": ("batch['x'] is f32[4, 3] on rank 0, f32[5, 3] on rank 1", "Pad to a multiple"),
     "batch: dtypes": ("batch['n'] is i64[2] on rank 0, i32[2] on rank 1", "on all ranks"),
     "batch: static values": ("batch['s'] is int 1 on rank 0, int 2 on rank 1", "on all ranks"),
     "one retraces": ("batch['x'] is f32[6, 3] on rank 0, f32[4, 3] on rank 1", "Pad to a multiple"),
     "the last retraces": ("batch['x'] is f32[4, 3] on rank 0, f32[6, 3] on rank", "Pad to a multiple"),
     "losses differ": ("factor is 1.0 on rank 0, 2.0 on rank 1", "functions that read the same values"),
+    "optimizers differ": ("is 0.9, 0.999, 1e-08, 0.5 on rank 0, 0.9, 0.999, 1e-08, 0.75 on rank 1", "the same numbers"),
 }
 FINE = ("constants of the loss differ", "another state")
 UNLIKE = "full on one rank"
 NAMES = [
     *INITS, *STEPS, "loss raises on one rank", "donated on one rank", "donated full on one rank", "losses differ",
-    "constants of the update differ", "all fail before the first write", *FINE,
+    "optimizers differ", "constants of the update differ", "all fail before the first write", *FINE,
 ]  # fmt: skip
 
 
@@ -660,7 +673,7 @@ def test_every_rank_raises_and_goes_on(ranks: list[Outcome], name: str) -> None:
             elif name in SHOWN:
                 assert all(part in tried.message for part in SHOWN[name]), tried.message
             else:
-                assert all(f"rank {r}: " in tried.message for r in range(len(ranks)))
+                assert all(f"rank {r}: " in tried.message for r in range(len(ranks))), tried.message
 
 
 def test_calls_that_do_not_match_are_both_named(ranks: list[Outcome]) -> None:

@@ -91,3 +91,12 @@ def test_leaves_that_have_no_whole_are_refused(tmp_path: Path) -> None:
     fzero.step(old, torch.ones(4, 8))
     with pytest.raises(DonatedError, match="params/w"):
         old.params["w"].copy_(torch.zeros(8, 6))
+
+
+def test_leaves_are_keys_of_a_dict_as_tensors_are() -> None:
+    """They raised "unhashable type: 'Session'"."""
+    state = fzero.init(params(0), spec())
+    seen = {leaf: leaf.path for leaf in (state.params["w"], *state.params["layers"])}
+    assert len(seen) == 3
+    assert seen[state.params["w"]] == "params/w"
+    assert state.params["layers"][0] != state.params["layers"][1]
