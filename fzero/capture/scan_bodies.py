@@ -23,7 +23,7 @@ from fzero.capture.leaves import fake_like
 from fzero.capture.provenance import user_line
 from fzero.capture.tracing import lifted, trace
 from fzero.errors import CaptureError
-from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir import forms, fx_nodes, segments
 from fzero.ir.scan_op import text_of
 
 Step = Callable[..., list[Tensor]]  # (*carry, *x of a step) -> [*carry, *y]
@@ -135,7 +135,7 @@ def _traced(tracing: Tracing, fn: Callable[..., Any], like: Sequence[Tensor]) ->
     with unrecorded():
         closed_like = [fake_like(tracing.mode, x) for x in closed]
         with tracing.mode:
-            fx_values.propagate(gm, [_empty(x) for x in (*inputs, *closed_like)])
+            forms.propagate(gm, [_empty(x) for x in (*inputs, *closed_like)])
     return Body(gm, closed)
 
 
@@ -213,7 +213,7 @@ def _graph(
             env[node] = fx_nodes.copy_node(graph, node, env.__getitem__)
     graph.output([env[node] for node in results])
     body = segments.module(graph)
-    return fx_values.propagate(body, [n.meta["val"] for n in fx_nodes.placeholders(body.graph)])
+    return forms.propagate(body, [n.meta["val"] for n in fx_nodes.placeholders(body.graph)])
 
 
 def _contiguous(value: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from fzero.codegen.handed import Handed, holding, taking
 from fzero.codegen.out_forms import Call
 from fzero.codegen.segment_memory import SegmentMemory, layout, tensor_at
 from fzero.codegen.widened import is_widened, narrowed
-from fzero.ir import as_strided, fx_nodes, fx_values, op_info
+from fzero.ir import as_strided, forms, fx_nodes, fx_values, op_info
 
 aten = torch.ops.aten
 
@@ -144,9 +144,8 @@ def _shapes(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node,
     if as_sized(gm, inputs):
         return {}
     with FakeTensorMode():
-        return fx_values.shapes(
-            gm, [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
-        )
+        like = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in inputs]
+        return forms.shapes(gm, like)
 
 
 def _several(node: fx.Node) -> bool:

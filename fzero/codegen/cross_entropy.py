@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir import forms, fx_nodes, segments
 
 aten = torch.ops.aten
 CHAIN = (aten.view.default, aten._unsafe_view.default, aten._to_copy.default)  # between logits, loss and product
@@ -39,7 +39,7 @@ def by_rows(gm: fx.GraphModule) -> fx.GraphModule:
         if is_loss(node):
             _rewrite(graph, node)
     done = segments.module(graph)
-    return fx_values.propagate(done, [n.meta["val"] for n in fx_nodes.placeholders(graph)])
+    return forms.propagate(done, [n.meta["val"] for n in fx_nodes.placeholders(graph)])
 
 
 def is_loss(node: fx.Node) -> bool:

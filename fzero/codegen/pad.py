@@ -23,7 +23,7 @@ from torch import fx
 from fzero import backend
 from fzero.capture.graph import Graph
 from fzero.cost.flops import product_of
-from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir import forms, fx_nodes, segments
 
 aten = torch.ops.aten
 LEAST_FLOPS = 1e11
@@ -57,7 +57,7 @@ def _with_pads(gm: fx.GraphModule) -> fx.GraphModule:
                 pads.replace(node)
         done = segments.module(graph)
         try:
-            return fx_values.propagate(done, [n.meta["val"] for n in fx_nodes.placeholders(graph)])
+            return forms.propagate(done, [n.meta["val"] for n in fx_nodes.placeholders(graph)])
         except (RuntimeError, ValueError):  # as a view raises them
             if contiguous:
                 raise

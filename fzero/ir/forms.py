@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from fzero._torch_compat import FakeTensor, OpOverload, fake_by_kernel, fake_of_form, fake_rule
+from fzero._torch_compat import FakeTensor, FakeTensorMode, OpOverload, fake_by_kernel, fake_of_form, fake_rule
 from fzero.ir import fx_values, in_place
 from fzero.ir.op_info import of
 
@@ -150,3 +151,29 @@ def _forms(
 
 def _memory(x: FakeTensor) -> int:
     return int(x.untyped_storage()._cdata)
+
+
+# --- of graphs --------------------------------------------------------------------------------------------------------
+
+
+def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphModule:
+    """Sets `meta["val"]` of every node anew from these (fake) inputs. In place; returns its argument."""
+    for node, value in shapes(gm, inputs).items():
+        node.meta["val"] = value
+    return gm
+
+
+def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, Any]:
+    """The (fake) value of every node from these (fake) inputs."""
+    value_of: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            value_of[node] = next(feed)
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: value_of[n])
+            mode = next((v.fake_mode for v in value_of.values() if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+            with mode:
+                kept = isinstance(node.target, OpOverload)
+                value_of[node] = run(node.target, args, kwargs) if kept else node.target(*args, **kwargs)
+    return value_of

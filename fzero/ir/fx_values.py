@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,31 +75,6 @@ def extent_bytes(value: torch.Tensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return (last + 1) * value.element_size()
-
-
-# --- other inputs -----------------------------------------------------------------------------------------------------
-
-
-def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphModule:
-    """Sets `meta["val"]` of every node anew from these (fake) inputs. In place; returns its argument."""
-    for node, value in shapes(gm, inputs).items():
-        node.meta["val"] = value
-    return gm
-
-
-def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, Any]:
-    """The (fake) value of every node from these (fake) inputs."""
-    value_of: dict[fx.Node, Any] = {}
-    feed = iter(inputs)
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            value_of[node] = next(feed)
-        elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: value_of[n])
-            mode = next((v.fake_mode for v in value_of.values() if is_fake(v)), None) or FakeTensorMode()
-            with mode:
-                value_of[node] = node.target(*args, **kwargs)
-    return value_of
 
 
 # --- lives ------------------------------------------------------------------------------------------------------------

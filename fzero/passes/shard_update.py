@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.ir import fx_nodes, fx_values, kinds, rewrite, segments
+from fzero.ir import forms, fx_nodes, fx_values, kinds, rewrite, segments
 from fzero.ir.leafwise import LeafCall, leafwise
 from fzero.ir.op import Op, StepPhase, make_op
 from fzero.ir.op_info import of
@@ -330,20 +330,20 @@ def _flat_segment(
 ) -> fx.GraphModule:  # fmt: skip
     """The segment of a chain on so many elements: one for all that are alike, as those of equal layers. made: those
     there are; receives it."""
-    forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
+    wanted: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
     for node in [*inputs, *results]:
         value = node.meta["val"]
         flat = node in run.slot_key or node in run.cut
         shape = (-(-length // run.block_size.get(node, 1)),) if flat else tuple(value.shape)
-        forms.append((shape, value.dtype, value.device))
+        wanted.append((shape, value.dtype, value.device))
     number = {node: f"%{i}" for i, node in enumerate([*inputs, *chain])}
     calls = tuple((n.target, repr(fx.node.map_arg((n.args, n.kwargs), number.__getitem__))) for n in chain)
-    key = calls, tuple(forms), tuple(number[node] for node in results)
+    key = calls, tuple(wanted), tuple(number[node] for node in results)
     if key not in made:
         gm = made[key] = segments.extract(chain, inputs, results, results)
         with fx_values.mode_of(chain[0].meta["val"]):
-            fakes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in forms]
-        fx_values.propagate(gm, fakes)
+            fakes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
+        forms.propagate(gm, fakes)
     return made[key]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_values, segments
+from fzero.ir import forms, segments
 from fzero.ir.mesh import parts_of
 from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
@@ -99,7 +99,7 @@ def _divided(p: Program, index: int) -> Program:
     graph.output([])
     with FakeTensorMode():
         like = [torch.empty(target.numel, dtype=b.dtype) for b in (source, target)]
-        gm = fx_values.propagate(segments.module(graph), like)
+        gm = forms.propagate(segments.module(graph), like)
     key, mine = segments.digest(gm), op.row.scatters
     run = make_op("run", [Ref(source.name, 0, length, None, mine)], [Ref(target.name, 0, length, None, mine)],
                   segment=key, flat=1)  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir import forms, fx_nodes, segments
 from fzero.ir.kinds import OPS
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op, make_op
@@ -381,7 +381,7 @@ def _zeroing(size: int) -> fx.GraphModule:
     )
     graph.output([])
     with FakeTensorMode():
-        return fx_values.propagate(segments.module(graph), [torch.empty(size)])
+        return forms.propagate(segments.module(graph), [torch.empty(size)])
 
 
 def drop_buffer(rng: random.Random, p: Program) -> Program | None:

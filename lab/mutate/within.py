@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import quiet_fakes
-from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir import forms, fx_nodes, segments
 from fzero.ir.program import Program
 from lab.mutate.edits import Edit, find, pick, put
 
@@ -40,7 +40,7 @@ def changed(rng: random.Random, p: Program, index: int, change: Change) -> Progr
     try:
         gm = segments.module(graph)
         with quiet_fakes():
-            fx_values.propagate(gm, [node.meta["val"] for node in fx_nodes.placeholders(graph)])
+            forms.propagate(gm, [node.meta["val"] for node in fx_nodes.placeholders(graph)])
     except Exception:  # its shapes or dtypes do not fit: no segment at all
         return None
     key = segments.digest(gm)

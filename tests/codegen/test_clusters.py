@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fzero._torch_compat import FakeTensorMode
 from fzero.codegen import clusters
 from fzero.codegen.fusion import fused
-from fzero.ir import fx_values
+from fzero.ir import forms, fx_values
 
 LOW = torch.bfloat16
 
@@ -35,7 +35,7 @@ def square(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def stretches_keep_the_bits(fn: Callable[..., Any], *inputs: Tensor) -> int:
     """The number of stretches; what is returned and what is written in place are as without them."""
     mode = FakeTensorMode()
-    gm = fx_values.propagate(make_fx(fn)(*[x.clone() for x in inputs]), [mode.from_tensor(x) for x in inputs])
+    gm = forms.propagate(make_fx(fn)(*[x.clone() for x in inputs]), [mode.from_tensor(x) for x in inputs])
     with_stretches, found = fused(gm, {})
     if with_stretches is None:
         return 0

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.codegen import cross_entropy
-from fzero.ir import fx_nodes, fx_values
+from fzero.ir import forms, fx_nodes
 
 aten = torch.ops.aten
 MATRICES = (aten._log_softmax.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default)
@@ -20,7 +20,7 @@ MATRICES = (aten._log_softmax.default, aten.nll_loss_backward.default, aten._log
 def traced(fn: Any, *inputs: torch.Tensor) -> torch.fx.GraphModule:
     gm = make_fx(fn)(*inputs)
     mode = FakeTensorMode()
-    return fx_values.propagate(gm, [mode.from_tensor(x) for x in inputs])
+    return forms.propagate(gm, [mode.from_tensor(x) for x in inputs])
 
 
 def both(reduction: str, ignore: int = -100) -> Any:

@@ -14,14 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.codegen import clusters, neighbours
-from fzero.ir import fx_nodes, fx_values
+from fzero.ir import forms, fx_nodes
 
 aten = torch.ops.aten
 
 
 def traced(fn: Callable[..., Any], *inputs: Tensor) -> torch.fx.GraphModule:
     mode = FakeTensorMode()
-    return fx_values.propagate(make_fx(fn)(*inputs), [mode.from_tensor(x) for x in inputs])
+    return forms.propagate(make_fx(fn)(*inputs), [mode.from_tensor(x) for x in inputs])
 
 
 def gathered(gm: torch.fx.GraphModule) -> list[str]:

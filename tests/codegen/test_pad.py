@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fzero
 from fzero import backend
 from fzero.codegen import pad
-from fzero.ir import fx_nodes
+from fzero.ir import forms, fx_nodes
 
 aten = torch.ops.aten
 VOCABULARY = 13
@@ -94,7 +94,7 @@ def test_every_side_against_torch(forced: None) -> None:
         gm = make_fx(lambda a, b: (aten.mm(a, aten.t(b)).mul(2), aten.view(aten.mm(a, aten.t(b)), [-1])))(a, b)
         with torch._subclasses.FakeTensorMode() as mode:
             fakes = [mode.from_tensor(x) for x in (a, b)]
-        done = pad._with_pads(pad.fx_values.propagate(gm, fakes))
+        done = pad._with_pads(forms.propagate(gm, fakes))
         assert sum(node.target is aten.constant_pad_nd.default for node in done.graph.nodes) >= 1
         for found, wanted in zip(done(a, b), (2 * (a @ b.t()), (a @ b.t()).view(-1)), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import fzero
 from fzero import optim
 from fzero.capture import step_ops  # noqa: F401  registers fzero::reduce
-from fzero.ir import fx_values
+from fzero.ir import forms
 from fzero.lowering import build
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ def typed(graph: fx.Graph, *shapes: tuple[int, ...]) -> None:
     """Gives every node its value, from fake placeholders of these shapes."""
     with FakeTensorMode():
         values: list[Tensor] = [torch.empty(shape) for shape in shapes]
-    fx_values.propagate(fx.GraphModule(torch.nn.Module(), graph), values)
+    forms.propagate(fx.GraphModule(torch.nn.Module(), graph), values)
 
 
 REDUCE = torch.ops.fzero.reduce.default

@@ -8,7 +8,7 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.codegen.fusion import Fused, aliased, fused
-from fzero.ir import fx_values, segments
+from fzero.ir import forms, segments
 from fzero.ir.program import Program
 from fzero.runtime import handlers
 
@@ -25,7 +25,7 @@ def graph_of(body: Callable[..., list[fx.Node]], *like: torch.Tensor) -> fx.Grap
     graph = fx.Graph()
     graph.output(body(graph, *[graph.placeholder(f"x{i}") for i in range(len(like))]))
     with FakeTensorMode() as mode:
-        return fx_values.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
+        return forms.propagate(segments.module(graph), [mode.from_tensor(x) for x in like])
 
 
 def use(monkeypatch: Any, calls: Callable[[Program], dict[str, Any]]) -> None:

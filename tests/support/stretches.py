@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_values
+from fzero.ir import forms
 
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -39,4 +39,4 @@ def stretch(fn: Any, inputs: Sequence[Tensor]) -> torch.fx.GraphModule:
     outs = [torch.empty_like(value) for value in fn(*inputs)]
     gm = make_fx(written)(*inputs, *outs)
     mode = FakeTensorMode()
-    return fx_values.propagate(gm, [mode.from_tensor(x) for x in (*inputs, *outs)])
+    return forms.propagate(gm, [mode.from_tensor(x) for x in (*inputs, *outs)])

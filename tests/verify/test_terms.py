@@ -17,7 +17,7 @@ from torch import fx
 
 import fzero
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_nodes, fx_values, segments
+from fzero.ir import forms, fx_nodes, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
 from fzero.ir.program import Program
@@ -172,7 +172,7 @@ def _segment(body: Callable[..., fx.Node], *shapes: tuple[int, ...]) -> fx.Graph
     body(graph, *holders)
     graph.output([])
     with FakeTensorMode():
-        return fx_values.propagate(segments.module(graph), [torch.empty(shape) for shape in shapes])
+        return forms.propagate(segments.module(graph), [torch.empty(shape) for shape in shapes])
 
 
 # --- inside a segment -------------------------------------------------------------------------------------------------

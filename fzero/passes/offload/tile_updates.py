@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
-from fzero.ir import fx_nodes, fx_values, rewrite, segments
+from fzero.ir import forms, fx_nodes, rewrite, segments
 from fzero.ir.offset_assignment import PAGE_BYTES
 from fzero.ir.op import Op
 from fzero.ir.program import Program
@@ -77,8 +77,8 @@ def _cut(program: Program, op: Op) -> Cut | None:
         or any(ref.start is None or ref.shape is not None for ref in refs)
     ):
         return None
-    forms = {(str(program.buffers[ref.name].bucket), program.cut(ref)) for ref in refs}
-    return forms.pop() if len(forms) == 1 and not any(ref.tile for ref in refs) else None
+    cuts = {(str(program.buffers[ref.name].bucket), program.cut(ref)) for ref in refs}
+    return cuts.pop() if len(cuts) == 1 and not any(ref.tile for ref in refs) else None
 
 
 def _parts(program: Program, op: Op, most: int, block: int) -> tuple[int, int]:
@@ -118,4 +118,4 @@ def _on_a_tile(whole: fx.GraphModule, shapes: Sequence[tuple[int, ...]]) -> fx.G
     with FakeTensorMode():
         values = [holder.meta["val"] for holder in fx_nodes.placeholders(gm.graph)]
         fakes = [torch.empty(s, dtype=x.dtype, device=x.device) for s, x in zip(shapes, values, strict=True)]
-    return fx_values.propagate(gm, fakes)
+    return forms.propagate(gm, fakes)

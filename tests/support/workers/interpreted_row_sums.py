@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.codegen import own_kernels
-from fzero.ir import fx_values
+from fzero.ir import forms
 from fzero.kernels import row_sums
 
 aten = torch.ops.aten
@@ -210,5 +210,5 @@ def test_a_result_that_is_spread_or_turned_where_it_lies_has_none(form: tuple[in
     into = torch.empty(form, dtype=torch.bfloat16)
     inputs = [*ROWS[:2], into if len(form) == 4 else into.permute(2, 1, 0), torch.empty(48, dtype=torch.bfloat16)]
     mode = FakeTensorMode()
-    gm = fx_values.propagate(make_fx(fn)(*inputs), [mode.from_tensor(x) for x in inputs])
+    gm = forms.propagate(make_fx(fn)(*inputs), [mode.from_tensor(x) for x in inputs])
     assert own_kernels.kernel_for(gm) is None
