@@ -52,6 +52,7 @@ CHECKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", OF_WHOLE_LEAVES)
+@pytest.mark.sampled(5)
 def test_what_works_on_whole_leaves_has_those_of_one_layer_at_a_time(name: str, check: str) -> None:
     """The complaint: over 8 ranks ZeRO-3 with Adafactor took four times the parameters, with Muon once; AdamW an
     eighth. (A gather may start while the layer before it is at work.)"""
