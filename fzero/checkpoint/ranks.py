@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.checkpoint.strict import dump, parse
+from fzero.comm import heartbeat
 from fzero.errors import CheckpointError, DisagreementError
 
 
@@ -82,6 +83,7 @@ class Ranks:
             rows = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.all_gather(rows, padded, group=self.group)
         except RuntimeError as error:
-            reason = str(error).split("\n", 1)[0]
+            presence = heartbeat.made(self.group)
+            reason = str(error).split("\n", 1)[0] if presence is heartbeat.ALONE else presence.lost(error)
             raise CheckpointError(self.place, f"a rank was lost while {doing}: {reason}") from error
         return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]

@@ -217,6 +217,11 @@ def of(group: Any = None) -> Presence:
     return _PRESENCES[group]
 
 
+def made(group: Any = None) -> Presence:
+    """The presence that `of` has made, else `ALONE`: it makes none, which takes the other ranks."""
+    return of(group) if group is None or group in _PRESENCES else ALONE
+
+
 def _ended() -> None:
     """Ends every thread while Python is whole: one in the store when Python ends aborts the process (SIGABRT)."""
     for presence in list(_PRESENCES.values()):

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import threading
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from workers.saves import kills, saved_by_two
 
 import fzero
 from fzero import tree
-from fzero.checkpoint import Disk, manifest, shards, snapshot, write
+from fzero.checkpoint import Disk, manifest, ranks, shards, snapshot, write
 from fzero.checkpoint.manifest import Manifest
 from fzero.checkpoint.save import held, span, take
 from fzero.compile.plan_from_spec import plan_for
@@ -707,3 +708,22 @@ def test_two_ranks(tmp_path):
         "CheckpointError: .*run.*: rank 0 failed while preparing a save: .*your quota is used up",
     ], strict=True):  # fmt: skip
         assert re.match(pattern, text, re.DOTALL), text
+
+
+def _lost_in_a_save(folder):
+    """Rank 1 is killed when it sends its first note of a save; rank 0 writes down what it is told."""
+    state = trained(zero=2)
+    if os.environ["RANK"] == "1":
+        ranks.Ranks.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        fzero.save(state, folder)
+    except CheckpointError as error:
+        Path(folder, "said").write_text(str(error))
+
+
+def test_a_rank_that_is_lost_in_a_save_is_named(tmp_path):
+    """Gloo's words were passed on, of a pair and a connection, without a rank."""
+    gloo(2, _lost_in_a_save, str(tmp_path))
+    said = (tmp_path / "said").read_text()
+    assert "a rank was lost while beginning a save: rank 1 is missing: it does not answer" in said
+    assert "rank 0: waiting in save" in said
