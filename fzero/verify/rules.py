@@ -149,26 +149,34 @@ def reduced_once(program: Program) -> Iterator[Fault]:
     into: dict[str, str] = {}
     reductions: Counter[str] = Counter()
     wrote: Counter[tuple[str, int | None, int | None]] = Counter()
+    moved: set[str] = set()  # what gradients that wait elsewhere are brought to
     for i, op in enumerate(program.ops):
-        if (op.reduces or op.exchanges) and program.buffers[op.reads[0].name].kind == "grad":
+        grads = {ref.name for ref in op.reads if program.buffers[ref.name].kind == "grad" or ref.name in moved}
+        if op.moves and grads:
+            into[op.reads[0].name] = op.target
+            moved.add(op.target)
+        elif (op.reduces or op.exchanges) and op.reads[0].name in grads:
             reductions[op.reads[0].name] += 1
             if reductions[op.reads[0].name] > 1:
                 yield i, f"reduces {op.reads[0].name} a second time"
         elif op.is_run and op.writes and op.is_flat and program.buffers[op.writes[0].name].kind == "grad":
             total = op.writes[0].name
             into.update({ref.name: total for ref in op.reads if ref.name != total})
+        elif op.is_run and op.writes and op.is_flat and grads & moved:  # computed where they were brought to
+            into.update(dict.fromkeys(grads & moved - {op.writes[0].name}, op.writes[0].name))
+            moved.add(op.writes[0].name)
         elif op.is_run:
-            sources = {ref.name for ref in op.reads if program.buffers[ref.name].kind == "grad"}
             for ref in op.writes:
                 if program.buffers[ref.name].kind == "grad" and ref not in op.reads:  # else it is added to
-                    into.update(dict.fromkeys(sources - {ref.name}, ref.name))
+                    into.update(dict.fromkeys(grads - {ref.name}, ref.name))
                     key = (ref.name, ref.start, ref.stop)
                     wrote[key] += 1
                     if wrote[key] > 1:
                         yield i, f"writes the gradient {ref} a second time"
     for name in {name for name, _, _ in wrote}:
-        end = name
-        while end in into and reductions[end] == 0:
+        end, passed = name, set[str]()
+        while end in into and end not in passed and reductions[end] == 0:
+            passed.add(end)
             end = into[end]
         if reductions[end] == 0:
             yield -1, f"the gradients in {name} are never reduced"

@@ -14,9 +14,9 @@ from fzero.ir.decisions import RoleDecisions
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import Op, make_op
 from fzero.ir.program import Program
-from fzero.ir.records import ALIGN, Buffer, Ref, Slot, SlotKey
+from fzero.ir.records import ALIGN, DISK, HOST, Buffer, Ref, Slot, SlotKey
 from fzero.passes import optimise
-from fzero.verify.rules import RULES, verify
+from fzero.verify.rules import RULES, reduced_once, verify
 from lab.mutate import Bench
 from lab.mutate.corpus import Case, lowered, relay
 from lab.mutate.edits import drop, find, insert, move, never_freed, put, replaced, with_buffers, with_ops
@@ -369,6 +369,32 @@ def test_gradients_that_are_reduced_twice(good: Program) -> None:
     ops += [*good.ops[wait + 1 : uses], good.ops[uses], mixed, make_op("free", [Ref("once")]), *good.ops[uses + 1 :]]
     broken = with_buffers(with_ops(good, ops), once, room)
     _refused(broken, "reduced once", rf"reduces {re.escape(good.ops[at].reads[0].name)} a second time")
+
+
+def test_gradients_that_wait_elsewhere_before_they_are_coded_are_reduced() -> None:
+    """The complaint: a program that brought a gradient back from the disk, encoded it on the host and sent that was
+    refused, with "are never reduced"."""
+    precision = fzero.Precision(reduce="int8", exact=())
+    coded = cases.lowered(zero=2, microbatches=2, reduce="each", precision=precision).program
+    sends = _first(coded, "all_to_all")
+    message = coded.ops[sends].reads[0].name
+    at = find(coded, lambda op: op.is_run and any(ref.name == message for ref in op.writes))[0]
+    encode = coded.ops[at]
+    whole = encode.reads[0].name
+    of = {
+        "kept": replace(coded.buffers[whole], name="kept", space=DISK),
+        "back": replace(coded.buffers[whole], name="back", kind="staging", space=HOST),
+        "here": replace(coded.buffers[message], name="here", kind="staging", space=HOST),
+    }
+    ways = [make_op("move", [Ref(a)], [Ref(b)]) for a, b in ((whole, "kept"), ("kept", "back"), ("here", message))]
+    there = replace(
+        encode, reads=(replace(encode.reads[0], name="back"),), writes=(replace(encode.writes[0], name="here"),)
+    )
+    ops = [*coded.ops[:at], *ways[:2], there, ways[2], *coded.ops[at + 1 :]]
+    moved = with_buffers(with_ops(coded, ops), *of.values())
+    assert [*reduced_once(coded)] == [*reduced_once(moved)] == []
+    lost = with_ops(moved, [op for op in moved.ops if op is not coded.ops[sends]])
+    assert [what for _, what in reduced_once(lost)] == [f"the gradients in {whole} are never reduced"]
 
 
 def test_a_microbatch_that_runs_less(good: Program) -> None:
