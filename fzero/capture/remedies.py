@@ -34,8 +34,8 @@ FUNCTIONS = {
 }
 
 MIXED = (
-    "a layer mixes dtypes, as a BatchNorm does whose weight is cast and whose statistics are not. Keep all of the "
-    "layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
+    "operands have two dtypes. Cast one, as in x.to(w.dtype). Of a layer that mixes dtypes, as a BatchNorm whose weight "
+    "is cast and whose statistics are not, keep all wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
 )
 NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 TORCH_SAYS = {
