@@ -34,8 +34,8 @@ FUNCTIONS = {
 }
 
 MIXED = (
-    "a layer mixes dtypes, as a BatchNorm does whose weight is cast and whose statistics are not. Keep all of the "
-    "layer wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
+    "operands have two dtypes. Cast one, as in x.to(w.dtype). Of a layer that mixes dtypes, as a BatchNorm whose "
+    "weight is cast and whose statistics are not, keep all wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
 )
 NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 TORCH_SAYS = {
@@ -126,5 +126,7 @@ REMEDIES = {
     "labels.max()": "It compares labels with the vocabulary, and selects those that are no padding: leave labels= out, "
     "and give F.ctc_loss the padded ones, as F.ctc_loss(logits.log_softmax(-1).transpose(0, 1), labels.clamp(min=0), "
     "input_lengths, (labels >= 0).sum(-1))",
+    "float(self.num_batches_tracked)": "A BatchNorm with momentum=None divides by the number of batches so far, a "
+    "value of the state: give it a number, as in module.momentum = 0.1, before from_module",
     "torch_geometric": "Say how many nodes there are (num_nodes=, dim_size=), and add self loops outside of the step",
 }

@@ -30,7 +30,7 @@ from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.reading import Reading
 from fzero.capture.static import opened
 from fzero.capture.tracing import lifted, trace
-from fzero.capture.varying import varying_metrics, without_equal
+from fzero.capture.varying import varying_metrics, warn_of_whole, without_equal
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
 from fzero.precision import LOW, Precision
@@ -94,6 +94,7 @@ def capture(
         closed,
     )  # fmt: skip
     without_equal(graph, per_rank)
+    warn_of_whole(graph, per_rank)
     return replace(graph, varying_metrics=varying_metrics(graph, per_rank))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from fzero.capture.provenance import describe
 from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, EQUAL, FED_MEAN, REDUCE, REGION
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
+
+log = logging.getLogger("fzero")
 
 
 def varying_metrics(graph: Graph, per_rank: Sequence[str]) -> tuple[str, ...]:
@@ -51,6 +54,28 @@ def without_equal(graph: Graph, per_rank: Sequence[str]) -> None:
         node.replace_all_uses_with(value)
         graph.gm.graph.erase_node(node)
     graph.gm.recompile()
+
+
+def warn_of_whole(graph: Graph, per_rank: Sequence[str]) -> None:
+    """Warns of what a loss gets beside a batch that microbatches split: as many rows of this rank's, and all of them.
+
+    A loss may mean that, and shapes that fit by chance (one row in a microbatch, which broadcasts) are no error.
+    """
+    nodes = [n for n in graph.gm.graph.nodes if n.target is REGION and graph.regions[n.args[1]].microbatches > 1]
+    varying = varying_nodes(graph, per_rank) if nodes else set()
+    for node in nodes:
+        region = graph.regions[node.args[1]]
+        given = list(zip(node.args[0], region.sliced, strict=True))
+        rows = {one.meta["val"].shape[0] for one, cut in given if cut}
+        for one, cut in given:
+            value = one.meta["val"]
+            if one in varying and not cut and value.ndim and value.shape[0] in rows:
+                log.warning(
+                    "fzero: the loss at %s is given %s of this rank's rows%s: microbatches=%d do not split it, and "
+                    "each sees all its rows. Put it into the batch that the loss gets: {**batch, 'name': x}",
+                    region.source, describe(value), f", made at {s}" if (s := one.meta.get("source")) else "",
+                    region.microbatches,
+                )  # fmt: skip
 
 
 def varying_nodes(graph: Graph, per_rank: Sequence[str]) -> set[fx.Node]:

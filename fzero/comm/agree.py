@@ -246,12 +246,16 @@ def _compare_failures(rank: int, notes: list[list[str]], label: Callable[[int], 
 def _compare(notes: list[list[str]], label: Callable[[int], str]) -> None:
     """Raises DisagreementError if calls or digests differ."""
     if len({(note[1], note[2]) for note in notes}) > 1:
-        shown = "; ".join(f"{label(r)}: {note[1]} of {note[2]}" for r, note in enumerate(notes))
-        raise DisagreementError(
-            f"the ranks do not run the same program ({shown}): give every rank the same spec, the same params and "
-            "batches of one shape, as many threads (OMP_NUM_THREADS: sums round by them), and make the same calls on "
-            "all of them (no .full() inside `if rank == 0`)"
+        made = [f"{note[1]} of {note[2]}" if note[2] else note[1] for note in notes]
+        shown = "; ".join(f"{label(r)}: {call}" for r, call in enumerate(made))
+        remedy = (
+            "give every rank the same spec, the same params and batches of one shape, as many threads "
+            "(OMP_NUM_THREADS: sums round by them), and make the same calls on all of them"
+            if len({note[1] for note in notes}) == 1
+            else "they make different calls. Make each on all ranks in one order, with as many batches for each (no "
+            "fzero.step, evaluate, save or .full() inside `if rank == 0`)"
         )
+        raise DisagreementError(f"the ranks do not run the same program ({shown}): {remedy}")
 
 
 def _compare_shared(same: Sequence[Same], notes: list[list[list[Any]]], label: Callable[[int], str]) -> None:

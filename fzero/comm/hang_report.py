@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class Phase(StrEnum):
     """How far a rank's part in the process group has come. The values are those in the store."""
 
     GOING = ""
-    FAILED = "failed"  # alone, in the middle of a call; its next call makes it GOING again
+    FAILED = "failed"  # alone, in the middle of a call; its next call makes it GOING again, and the record keeps why
     LOST = "lost"  # it waited in vain and raised
     ENDED = "ended"  # its program ended
     LEFT = "left"  # the process group is gone from its process
@@ -47,7 +47,8 @@ class RankStatus:
     beat: how many records it has written. time: its clock, in seconds since 1970. call: how many collective calls have
     begun. at: where it is, in words; seconds: for how long. waits: whether it waits for another rank. end: its Phase;
     why: the reason, if it ended. told: others need not answer it any more. agreed: the last call that all ranks agreed
-    on, as far as it knows. process: see `process_name`.
+    on, as far as it knows. process: see `process_name`. failed: the last call that the rank failed in alone, and where
+    and why; it may be GOING since.
     """
 
     beat: int
@@ -61,6 +62,9 @@ class RankStatus:
     told: bool
     agreed: str
     process: str = ""
+    failed: int = 0
+    failed_at: str = ""
+    failed_why: str = ""
 
     def to_json(self) -> str:
         """The text for the store."""
@@ -82,12 +86,18 @@ class RankStatus:
     def stops(self, call: int) -> bool:
         """Whether a rank that waits in `call` waits in vain for this rank.
 
-        A rank that failed alone may still come to a later call. A rank whose program ended has done its part in its
-        last call.
+        A rank that failed alone may still come to a later call, but not to that one again. A rank whose program ended
+        has done its part in its last call.
         """
-        if self.end == Phase.FAILED:
-            return self.call == call
+        if self.end == Phase.FAILED or self.failed == call:
+            return call in (self.call, self.failed)
         return self.call <= call if self.end == Phase.LOST else self.call < call and self.end != Phase.GOING
+
+    def read_in(self, calls: Collection[int]) -> RankStatus:
+        """The record as those read it who wait in these calls: that of the rank's failure, if it failed in one."""
+        if self.failed not in calls:
+            return self
+        return replace(self, end=Phase.FAILED, waits=False, at=self.failed_at, why=self.failed_why)
 
 
 def _checked(kind: str, value: Any) -> Any:
@@ -115,9 +125,12 @@ def hang_error(
     statuses: None for a rank that never wrote one. silent: ranks whose record did not change. cause: the transport's
     message. label: a rank in words.
     """
+    calls = {status.call for status in statuses.values() if status and status.end == Phase.LOST}
+    statuses = {r: status and status.read_in(calls) for r, status in statuses.items()}
     missing = _missing(statuses, silent)
     newest = max((status for status in statuses.values() if status is not None), key=lambda status: status.call)
-    lines = [sentence(label(r), statuses[r], r in silent, newest) for r in missing]
+    names = {r: f"{label(r)}{' (this rank)' if r == rank else ''}" for r in missing}
+    lines = [sentence(names[r], statuses[r], r in silent, newest) for r in missing]
     lost = {r: status for r, status in statuses.items() if status and status.end == Phase.LOST}
     if not missing and any(status.call < newest.call for status in lost.values()):
         gave_up = [r for r in lost if r != rank]

@@ -17,7 +17,7 @@ rank 0 is named because its store is silent, and rank 0 lets the others read bef
 
 Two threads, one writer for each field:
 
-    Presence     the rank's main thread: `where`, `waits`, `ending`, `hang`
+    Presence     the rank's main thread: `where`, `waits`, `ending`, `failure`, `hang`
     Heartbeat    its own thread (`heartbeat_thread`): `beat`, `halted`, `statuses`, `answered_at` and the rest
 
 Each reads the fields of the other. `Where` and `Ending` are frozen and replaced as a whole, so a reader sees one
@@ -56,15 +56,16 @@ class Presence:
 
     label: a rank in words, with its coordinates on a mesh of several axes.
 
-    Only the main thread writes the fields here; the heartbeat's thread reads `where`, `waits` and `ending`. Once `hang`
-    is set, every later `enter` raises.
+    Only the main thread writes the fields here; the heartbeat's thread reads `where`, `waits`, `ending` and `failure`
+    (the last ending of a call that failed alone, which a later call does not undo for those that wait in that one).
+    Once `hang` is set, every later `enter` raises.
     """
 
     def __init__(
         self, rank: int, world_size: int, group: Any = None, store: Any = None, timeout: float = 1800.0
     ) -> None:
         self.rank, self.world_size, self.timeout_seconds = rank, world_size, timeout
-        self.where, self.waits, self.ending = Where(), False, Ending()
+        self.where, self.waits, self.ending, self.failure = Where(), False, Ending(), Ending()
         self.hang: HangError | None = None
         self.label: Callable[[int], str] = "rank {}".format
         self.pid = os.getpid()
@@ -185,7 +186,8 @@ class Presence:
 
     def _publish(self, phase: Phase, error: BaseException | None) -> None:
         why = f"{type(error).__name__}: {error}"[:TEXT_CHARS] if error is not None else ""
-        self.ending = Ending(phase, why, self.where.text(waits=False))
+        self.ending = Ending(phase, why, self.where.text(waits=False), self.where.call)
+        self.failure = self.ending if phase is Phase.FAILED else self.failure
         self.heartbeat.publish()
 
     def _alive(self) -> bool:

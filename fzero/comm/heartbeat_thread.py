@@ -56,11 +56,12 @@ class Where:
 
 @dataclass(frozen=True)
 class Ending:
-    """How the rank's part in the group ended: the reason and the place. Phase.GOING: it has not ended."""
+    """How the rank's part in the group ended: the reason, the place and the call. Phase.GOING: it has not ended."""
 
     phase: Phase = Phase.GOING
     why: str = ""
     place: str = ""
+    call: int = 0
 
 
 class OwnPart(Protocol):
@@ -72,6 +73,7 @@ class OwnPart(Protocol):
     where: Where
     waits: bool
     ending: Ending
+    failure: Ending
     label: Callable[[int], str]
 
 
@@ -193,7 +195,7 @@ class Heartbeat:
     def _tell(self) -> None:
         """Writes this rank's record. Ends this rank's wait if it waits for a rank that will not come."""
         presence = self.presence
-        ending, waits, where = self.left or presence.ending, presence.waits, presence.where
+        ending, failure, waits, where = self.left or presence.ending, presence.failure, presence.waits, presence.where
         place = self._place(where, waits)
         now = time.monotonic()
         stays = place == self.last
@@ -204,6 +206,7 @@ class Heartbeat:
             beat=self.beat, time=time.time(), call=where.call, at=ending.place or where.text(waits),
             seconds=now - self.since, waits=waits or ending.phase is Phase.LOST, end=ending.phase, why=ending.why,
             told=self.told, agreed=where.agreed, process=self.process,
+            failed=failure.call, failed_at=failure.place, failed_why=failure.why,
         )  # fmt: skip
         self.own = status
         self.store.set(str(presence.rank), status.to_json())
@@ -219,7 +222,7 @@ class Heartbeat:
             heard = {r: other.status for r, other in self.heard.items() if over and other.status is not None}
             ended = [r for r, other in heard.items() if other.stops(where.call)]
             if ended and place == self._place(presence.where, presence.waits):
-                self.halted = sentence(presence.label(ended[0]), heard[ended[0]])
+                self.halted = sentence(presence.label(ended[0]), heard[ended[0]].read_in({where.call}))
                 self._poison()
         self.answered_at = time.monotonic()
 

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(arguments: argparse.Namespace) -> int:
     """Prints the plan."""
+    if arguments.picture and Path(arguments.picture).suffix != ".svg":
+        raise SpecError(f"--picture={arguments.picture}: it is written as .svg. Name it so")
     spec, params, batch = problem(arguments.problem)
     found = plan(
         spec, params, batch, world_size=arguments.ranks, hardware=arguments.hardware, memory=arguments.memory,
@@ -48,7 +50,9 @@ def problem(text: str) -> tuple[Any, Any, Any]:
     file, _, name = text.rpartition(":")
     path = Path(file)
     if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
-        raise SpecError(f"{text!r}: needed FILE.py:FUNCTION, a function that returns (spec, params_like, batch_like)")
+        gone = f"there is no file {file}; " if name and not path.is_file() else ""
+        needed = "needed FILE.py:FUNCTION, a function that returns (spec, params_like, batch_like)"
+        raise SpecError(f"{text!r}: {gone}{needed}")
     sys.path.insert(0, str(path.parent.resolve()))
     found = importlib.util.spec_from_file_location(path.stem, path)
     assert found is not None

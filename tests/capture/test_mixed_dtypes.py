@@ -96,6 +96,19 @@ def test_what_eager_refuses_is_refused_at_its_line(name: str) -> None:
     lowered(MIXED[name], batch.float())
 
 
+def test_a_mask_that_keeps_an_op_wide_is_told_from_a_layer() -> None:
+    """The complaint: advice to keep a BatchNorm's layer wide, where no layer is: a float mask made in the loss."""
+
+    def attended(w: Tensor, x: Tensor) -> Tensor:
+        h = x @ w
+        scores = h @ h.transpose(1, 2) + torch.zeros(2, 2)
+        return scores.softmax(-1) @ h
+
+    spec = fzero.Spec(loss=lambda p, b: attended(p["w"], b).sum(), optimizer=optim.sgd(0.1), precision="bf16")
+    with pytest.raises(CaptureError, match=r"test_mixed_dtypes\.py:\d+: .*two dtypes. Cast one, as in x.to"):
+        fzero.lower(spec, {"w": torch.ones(3, 3)}, torch.ones(2, 2, 3))
+
+
 INDICES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nll_loss_forward": F.cross_entropy,
     "nll_loss2d_forward": lambda w, y: F.cross_entropy(w.T[None, :, :, None], y[None, :, None]),

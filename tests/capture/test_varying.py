@@ -52,6 +52,28 @@ def test_a_reduction_makes_a_value_replicated() -> None:
     assert sorted(graph.varying_metrics) == ["own", "rows"]
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_rows_beside_a_batch_that_microbatches_split_are_warned_of(
+    within: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The complaint: with one row in a microbatch, targets of all rows broadcast to another loss, without a word."""
+    rows, start = batch(), {"p": params()}
+
+    def loss(p: Any, b: Any, target: Any = None) -> Tensor:
+        return (b["x"] @ p["w"] - (b["y"] if within else target)).square().mean()
+
+    def step(s: Any, b: Tensor) -> Any:
+        target = b @ (s["p"]["w"] + 1)
+        given = ({"x": b, "y": target},) if within else ({"x": b}, target)
+        value, grads = fzero.value_and_grad(loss)(s["p"], *given)
+        return {"p": fzero.tree.map(lambda p, g: p - g, s["p"], grads)}, {"loss": value}
+
+    state = fzero.step(fzero.init(start, fzero.Spec(step=step, microbatches=len(rows))), rows)
+    assert (f"microbatches={len(rows)} do not split it" in caplog.text) == (not within)
+    one = fzero.step(fzero.init(start, fzero.Spec(step=step)), rows)
+    assert torch.allclose(state.metrics["loss"], one.metrics["loss"]) == within
+
+
 def test_integers_that_are_the_same_on_all_ranks_pass_a_mean_as_they_are() -> None:
     """The complaint: pmean of a BatchNorm's statistics needed a floating dtype, for its count of batches."""
 

@@ -66,6 +66,18 @@ def test_a_failure_of_any_text_is_told(other: list[bytes], monkeypatch: pytest.M
         agree(0, 2, "step 1", "", None, ValueError("no text \udcff"))
 
 
+def test_ranks_that_make_different_calls_are_told_so_and_nothing_of_specs(
+    other: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The complaint: "save of ", and advice about specs, params and threads, for a save inside `if rank == 0`."""
+    other += sent(monkeypatch, "step 3", "digest", None)
+    with pytest.raises(
+        DisagreementError, match=r"rank 0: save; rank 1: step 3 of digest\): they make different"
+    ) as error:
+        agree(0, 2, "save", "", None)
+    assert "spec" not in str(error.value)
+
+
 # --- what differs is named --------------------------------------------------------------------------------------------
 
 

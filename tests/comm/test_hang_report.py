@@ -21,6 +21,7 @@ GOING = RankStatus(
 )  # fmt: skip
 BUSY = replace(GOING, waits=False, at="in step 5, op 3")
 FAILED = replace(GOING, end=Phase.FAILED, why="ValueError: x", at="in step 5, op 3")
+AGAIN = replace(GOING, call=6, failed=5, failed_at="in step 5, op 3", failed_why="ValueError: x")
 LOST = replace(GOING, end=Phase.LOST, why="closed")
 ENDED = replace(GOING, end=Phase.ENDED, at="in the program's own code, after step 5")
 LEFT = replace(ENDED, end=Phase.LEFT)
@@ -53,6 +54,16 @@ def told(*others: RankStatus | None, silent: Any = (), rank: int = 0) -> tuple[t
 def test_the_first_group_that_is_not_empty_is_missing(others: Any, silent: Any, missing: tuple[int, ...]) -> None:
     """Those that failed alone; those that are silent or gone; those that wait for nobody."""
     assert told(*others, silent=silent)[0] == missing
+
+
+def test_a_rank_that_failed_and_came_again_is_missing_where_another_was_lost_in_that_call() -> None:
+    why = "failed alone, in step 5, op 3: ValueError: x\n"
+    there, here = (hang_error(r, {0: LOST, 1: AGAIN}, (), "closed", 60.0) for r in (0, 1))
+    assert (there.missing, here.missing) == ((1,), (1,))
+    assert str(there).startswith(f"rank 1 {why}")
+    assert str(here).startswith(f"rank 1 (this rank) {why}")
+    later = hang_error(0, {0: replace(LOST, call=6), 1: AGAIN}, (), "closed", 60.0)
+    assert later.missing == (), "that all ranks failed in an earlier call has nothing to do with this one"
 
 
 def test_ranks_are_listed_by_where_they_are() -> None:
@@ -163,16 +174,18 @@ def test_ranks_in_words() -> None:
 @pytest.mark.parametrize(
     ("status", "calls"),
     [
-        (GOING, []), (replace(GOING, call=9), []), (FAILED, [5]), (LOST, [5, 6]), (ENDED, [6]), (LEFT, [6]),
+        (GOING, []), (replace(GOING, call=9), []), (FAILED, [5]), (AGAIN, [5]), (LOST, [5, 6]), (ENDED, [6]),
+        (LEFT, [6]),
     ],
 )  # fmt: skip
 def test_in_which_calls_a_rank_is_waited_for_in_vain(status: RankStatus, calls: list[int]) -> None:
-    """It had begun 5. One that failed alone may come to a later call; one that ended has done its part in its last."""
+    """It had begun 5 (AGAIN: 6, after it failed in 5). One that failed alone may come to a later call; one that ended
+    has done its part in its last."""
     assert [call for call in (4, 5, 6) if status.stops(call)] == calls
 
 
 def test_a_record_comes_back() -> None:
-    for status in (GOING, FAILED, LEFT, replace(GOING, told=True, seconds=0.25, process="a b 1 2")):
+    for status in (GOING, FAILED, AGAIN, LEFT, replace(GOING, told=True, seconds=0.25, process="a b 1 2")):
         assert RankStatus.from_json(status.to_json()) == status
     long = replace(GOING, at="x" * 999)
     assert RankStatus.from_json(long.to_json()) == replace(long, at="x" * hang_report.TEXT_CHARS)

@@ -201,6 +201,34 @@ def test_a_rank_that_failed_alone_is_named_to_those_that_wait_for_it(ranks: Any)
     assert failing.ending.phase is Phase.GOING, "it may come to a later call"
 
 
+def test_a_rank_that_failed_alone_and_comes_to_the_next_call_is_named_as_one_that_failed(ranks: Any) -> None:
+    """It caught the error and goes on before the others have read that it failed: they wait in vain all the same."""
+    waiting, failing = ranks(2)
+    for presence in (waiting, failing):
+        presence.enter("step 1")
+    failing.heartbeat.published.wait(1)
+    waiting.waits = True
+    with pytest.raises(ValueError, match="bad row"), failing.running(lambda: 3, lambda: "op 3"):
+        raise ValueError("bad row")
+    failing.enter("step 1")
+    failing.waits = True
+    why = "failed alone, in step 1, op 3: ValueError: bad row"
+    until = time.monotonic() + 5
+    while not waiting.halted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert waiting.halted == f"rank 1 {why}"
+    error = waiting.lost(PeerError("closed"))
+    assert str(error).startswith(f"rank 1 {why}\n")
+    while not failing.halted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (
+        failing.halted
+        == "rank 0 waited in vain before, waiting in step 1, for all ranks to agree on it (this wait was ended)"
+    )
+    error = failing.lost(PeerError("closed"))
+    assert (error.missing, str(error).partition("\n")[0]) == ((1,), f"rank 1 (this rank) {why}")
+
+
 def test_a_rank_that_is_silent_is_told_from_one_that_is_busy(ranks: Any) -> None:
     waiting, busy, silent = ranks(3)
     for presence in (waiting, busy, silent):

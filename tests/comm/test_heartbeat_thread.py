@@ -32,6 +32,7 @@ class Part:
     where: Where = Where(1, "step 1", True, "step 0")  # noqa: RUF009
     waits: bool = False
     ending: Ending = Ending()  # noqa: RUF009
+    failure: Ending = Ending()  # noqa: RUF009
     label: Callable[[int], str] = field(default="rank {}".format)
 
 

@@ -230,7 +230,7 @@ def test_the_command_takes_a_phase(problem: str, capsys: pytest.CaptureFixture[s
         (["{problem}", "--ranks", "4", "--role", "2"], "there are the roles 0"),
         (["{folder}"], "there is no program.txt in this folder"),
         (["{folder}/problem.py"], "needed the text of a program"),
-        (["{folder}/gone.py:problem"], "needed FILE.py:FUNCTION"),
+        (["{folder}/gone.py:problem"], "gone.py; needed FILE.py:FUNCTION"),
         (["{folder}/cut.txt"], "is not understood"),
         (["{folder}/whole.txt", "--hardware", "h100"], "holds no segments"),
         (["{folder}/whole.txt", "--phase", "coded"], "the text of a program is of one phase"),

@@ -273,6 +273,19 @@ def test_batch_norm_in_a_loss_normalises_by_its_own_part(microbatches: int) -> N
     assert result.losses() == pytest.approx([expected.item()], rel=1e-5)
 
 
+def test_a_batch_norm_that_averages_all_batches_so_far_is_refused_with_its_remedy() -> None:
+    """The complaint: advice about `if x > 0:` and x.item(), which nobody can follow in torch's own code."""
+    params, buffers, apply = from_module(nn.BatchNorm1d(4, momentum=None), mutable=True)
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+        output, buffers = apply(params, buffers, x)
+        return output.square().sum(), buffers
+
+    first, step = fzero.interop.with_buffers(loss, params, buffers, fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.CaptureError, match=r"momentum=None .* a value of the state: give it a number"):
+        fzero.lower(fzero.Spec(step=step), first, data(6, 4))
+
+
 def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixture) -> None:
     module = seeded(Tied)
     module.layers[0].requires_grad_(False)

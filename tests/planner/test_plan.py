@@ -314,7 +314,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("{file}:number", "has no function 'number'"),
         ("{file}:short", "it returned int; needed (spec, params_like, batch_like)"),
         ("{file}", "needed FILE.py:FUNCTION"),
-        ("nowhere.py:problem", "needed FILE.py:FUNCTION"),
+        ("nowhere.py:problem", "there is no file nowhere.py; needed FILE.py:FUNCTION"),
     ],
 )
 def test_what_the_command_refuses(name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,6 +322,15 @@ def test_what_the_command_refuses(name: str, said: str, tmp_path: Path, capsys: 
     file.write_text(PROBLEM, encoding="utf-8")
     assert cli.main(["plan", name.format(file=file), "--ranks", "2", "--hardware", "h100"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_picture_of_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The complaint: SVG was written into x.png."""
+    picture = tmp_path / "x.png"
+    told = ["plan", "problem.py:problem", "--ranks", "2", "--hardware", "h100", "--picture", str(picture)]
+    assert cli.main(told) == 2
+    assert "x.png: it is written as .svg" in capsys.readouterr().err
+    assert not picture.exists()
 
 
 def test_buckets_are_larger_where_a_transfer_has_more_hops() -> None:
