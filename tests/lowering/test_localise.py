@@ -187,6 +187,18 @@ def test_an_update_that_needs_all_of_a_sharded_leaf_is_refused() -> None:
         lowered(product, {"params": {"w": torch.empty(6, 4, device="meta")}})
 
 
+def test_the_leaf_to_replicate_is_named_and_then_it_runs() -> None:
+    def turned(state: Any, grads: Any) -> Any:
+        w, v = state["params"]["w"], state["turn"]["v"]
+        return {"params": {"w": w - (grads["w"] * 2) @ (v.T @ v)}, "turn": {"v": v}}
+
+    state = {name: {leaf: torch.empty(6, 6, device="meta")} for name, leaf in (("params", "w"), ("turn", "v"))}
+    said = r"all of .*computed from params/w, .*replicate this leaf: shard=\{'params/w': P\(\)\} before the rules"
+    with pytest.raises(SpecError, match=said):
+        lowered(turned, state, {"w": P(None, "tp"), "turn/v": P("tp", None)})
+    assert lowered(turned, state, {"params/w": P(), "turn/v": P("tp", None)}).outer.moves  # the sum of the product of `v`
+
+
 def test_a_new_leaf_that_would_lie_in_parts_is_refused_by_the_rule_that_it_needs() -> None:
     def copied(state: Any, grads: Any) -> Any:
         return {"params": {"w": state["params"]["w"] - grads["w"]}, "copy": {"v": grads["w"] * 2}}
