@@ -32,6 +32,13 @@ from fzero.shard.versions import OUTPUT
 from fzero.shard.write_local_graph import Inner, Sharded
 
 R = Replicated()
+_AS_SUMS = {  # what is a sum over ranks if it is written so
+    "aten.linalg_vector_norm.default": "x.square().sum().sqrt() for the norm",
+    "aten.all.default": "(~x).sum() == 0 for x.all()",
+    "aten.amin.default": "-(-x).amax() for x.amin()",
+    "aten.min.default": "-(-x).amax() for x.min()",
+    "aten.count_nonzero.default": "(x != 0).sum() for the count",
+}
 SMALL_BYTES = 1 << 20  # a value of the outer graph that may be summed over the ranks
 
 
@@ -247,9 +254,11 @@ def _check_moves(outer: Sharded, whole: Graph, plan: Plan) -> None:
             paths = params or [leaf.path for leaf in cut_leaves]
             which = ", ".join([f"{path!r}: P()" for path in paths[:3]] + ["..."] * (len(paths) > 3))
             what = leaf_of[value].path if value in leaf_of else f"{move.value}, computed from {', '.join(paths[:3])},"
+            as_sums = _AS_SUMS.get(str(nodes[move.reader].target), "") if move.reader in nodes else ""
+            written = f"Write {as_sums}, use" if as_sums else "Use"
             raise SpecError(
                 f"the update reads all of {what} {move.line}, of which each rank of {axis!r} holds a part "
-                f"({move.why}). Use an optimizer that works element by element, as adamw, or replicate "
+                f"({move.why}). {written} an optimizer that works element by element, as adamw, or replicate "
                 f"{'this leaf' if len(paths) == 1 else 'these leaves'}: shard={{{which}}} before the rules that match"
             )
 

@@ -196,7 +196,28 @@ def test_the_leaf_to_replicate_is_named_and_then_it_runs() -> None:
     said = r"all of .*computed from params/w, .*replicate this leaf: shard=\{'params/w': P\(\)\} before the rules"
     with pytest.raises(SpecError, match=said):
         lowered(turned, state, {"w": P(None, "tp"), "turn/v": P("tp", None)})
-    assert lowered(turned, state, {"params/w": P(), "turn/v": P("tp", None)}).outer.moves  # the sum of the product of `v`
+    assert lowered(
+        turned, state, {"params/w": P(), "turn/v": P("tp", None)}
+    ).outer.moves  # the sum of the product of `v`
+
+
+@pytest.mark.parametrize(
+    ("refused", "said", "runs"),
+    [
+        (torch.linalg.vector_norm, r"x\.square\(\)\.sum\(\)\.sqrt\(\)", lambda x: x.square().sum().sqrt()),
+        (lambda x: x.isfinite().all(), r"\(~x\)\.sum\(\) == 0", lambda x: (~x.isfinite()).sum() == 0),
+        (torch.amin, r"-\(-x\)\.amax\(\)", lambda x: -(-x).amax()),
+    ],
+    ids=["norm", "all", "amin"],
+)
+def test_what_can_be_written_as_a_sum_over_ranks_is_said(refused: Any, said: str, runs: Any) -> None:
+    def by(of: Any) -> Any:
+        return lambda state, grads: {"params": {"w": state["params"]["w"] - grads["w"] * of(grads["w"])}}
+
+    state = {"params": {"w": torch.empty(6, 4, device="meta")}}
+    with pytest.raises(SpecError, match=f"Write {said} .*use an optimizer that works element by element"):
+        lowered(by(refused), state)
+    assert [move.kind for move in lowered(by(runs), state).outer.moves if move.nbytes] == ["all_reduce"]
 
 
 def test_a_new_leaf_that_would_lie_in_parts_is_refused_by_the_rule_that_it_needs() -> None:
