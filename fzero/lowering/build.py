@@ -243,7 +243,9 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
     """The level of every node: that of its latest operand, plus one for a region or a reduction.
 
     Elementwise work waits for its first user. So `0.9 * ema` runs beside the `+ 0.1 * params` that uses it, where both
-    are slices. Before the loss it would be a whole tensor to keep. The results of one op wait together.
+    are slices. Before the loss it would be a whole tensor to keep. What only the new state reads (the update of a leaf
+    without a gradient) waits for the last level: before the loss it would be kept beside the old state. The results of
+    one op wait together.
     """
     levels: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -251,11 +253,12 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
             continue
         ready = max((levels[a] for a in node.all_input_nodes), default=0)
         levels[node] = ready + (node.op == "call_function" and node.target in LATER)
+    last = max(levels.values(), default=0)
     for node in reversed(graph.nodes):
         if fx_nodes.is_pointwise(node) and any(t.ndim for t in fx_values.tensors(node.meta["val"])):
             picks = [user for user in node.users if user.target is operator.getitem]
             users = (u for result in picks or [node] for u in result.users if u.op != "output")
-            levels[node] = max(levels[node], min((levels[u] - (u.target in LATER) for u in users), default=0))
+            levels[node] = max(levels[node], min((levels[u] - (u.target in LATER) for u in users), default=last))
             levels.update(dict.fromkeys(picks, levels[node]))
     return levels
 

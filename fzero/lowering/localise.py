@@ -8,9 +8,9 @@ sums of small values (`fzero::reduce` over the axis), such as the terms of a nor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
@@ -32,6 +32,13 @@ from fzero.shard.versions import OUTPUT
 from fzero.shard.write_local_graph import Inner, Sharded
 
 R = Replicated()
+_AS_SUMS = {  # what is a sum over ranks if it is written so
+    "aten.linalg_vector_norm.default": "x.square().sum().sqrt() for the norm",
+    "aten.all.default": "(~x).sum() == 0 for x.all()",
+    "aten.amin.default": "-(-x).amax() for x.amin()",
+    "aten.min.default": "-(-x).amax() for x.min()",
+    "aten.count_nonzero.default": "(x != 0).sum() for the count",
+}
 SMALL_BYTES = 1 << 20  # a value of the outer graph that may be summed over the ranks
 
 
@@ -121,7 +128,7 @@ def localise(graph: Graph, plan: Plan, axis: str, sequence: bool = False, choose
     regions = _Regions(whole, plan, axis, sequence, choose)
     leaves, names = [x in regions.paths for x in holders], [leaf.path for leaf in plan.leaves]
     outer = propagate(whole.gm, given, wanted, n, axis, leaves, regions, None, names, choose)
-    _check_moves(outer, plan, axis, holders, results)
+    _check_moves(outer, whole, plan)
     _small_sums(outer)
     return Proposal(axis, n, whole, outer, tuple(regions.written[i] for i in range(len(whole.regions))))
 
@@ -221,9 +228,11 @@ def _local_region(region: Region, made: Sharded) -> Region:
     return replace(region, gm=made.gm, values=values, sliced=(*region.sliced, *([False] * reads)))
 
 
-def _check_moves(outer: Sharded, plan: Plan, axis: str, holders: list[fx.Node], results: Sequence[Any]) -> None:
+def _check_moves(outer: Sharded, whole: Graph, plan: Plan) -> None:
     """Raises SpecError for a transfer of the update that is no sum of a small value."""
-    name_of = {node.name: leaf.path for node, leaf in zip(holders, plan.leaves, strict=False)}
+    axis, nodes = outer.axis, {node.name: node for node in whole.gm.graph.nodes}
+    leaf_of = dict(zip(fx_nodes.placeholders(whole.gm.graph), plan.leaves, strict=False))
+    results = fx_nodes.outputs(whole.gm.graph)
     end_of = {str(node): leaf for node, leaf in zip(results, plan.leaves, strict=False)}
     for move in outer.moves:
         leaf = end_of.get(move.value)
@@ -238,12 +247,37 @@ def _check_moves(outer: Sharded, plan: Plan, axis: str, holders: list[fx.Node], 
                 "P() before the rule that matches them"
             )
         if move.nbytes and (move.kind != "all_reduce" or move.nbytes > SMALL_BYTES):
-            what = name_of.get(move.value, move.value)
+            value = nodes[move.value]
+            cut_leaves = [leaf_of[x] for x in _holders_behind(value, whole) if x in leaf_of]
+            cut_leaves = [leaf for leaf in cut_leaves if isinstance(leaf.layout.on(axis), Shard)]
+            params = [leaf.path for leaf in cut_leaves if plan.buffers[leaf.buffer].kind == "param"]
+            paths = params or [leaf.path for leaf in cut_leaves]
+            which = ", ".join([f"{path!r}: P()" for path in paths[:3]] + ["..."] * (len(paths) > 3))
+            what = leaf_of[value].path if value in leaf_of else f"{move.value}, computed from {', '.join(paths[:3])},"
+            as_sums = _AS_SUMS.get(str(nodes[move.reader].target), "") if move.reader in nodes else ""
+            written = f"Write {as_sums}, use" if as_sums else "Use"
             raise SpecError(
                 f"the update reads all of {what} {move.line}, of which each rank of {axis!r} holds a part "
-                f"({move.why}). Use an optimizer that works element by element, as adamw, or keep the leaf whole: "
-                "shard={'<its path>': P()} before the rule that matches it"
+                f"({move.why}). {written} an optimizer that works element by element, as adamw, or replicate "
+                f"{'this leaf' if len(paths) == 1 else 'these leaves'}: shard={{{which}}} before the rules that match"
             )
+
+
+def _holders_behind(value: fx.Node, whole: Graph) -> list[fx.Node]:
+    """The inputs of the outer graph that a value is computed from, in order; of a gradient its leaf alone."""
+    left, seen = [value], {value}
+    while left:
+        node = left.pop()
+        region = node.args[0] if node.target is operator.getitem else None
+        behind = node.all_input_nodes
+        if isinstance(region, fx.Node) and region.target is REGION:
+            number, grad_of = int(str(node.args[1])), whole.regions[_number(region)].grad_of
+            if 1 <= number <= len(grad_of):
+                inputs: list[fx.Node] = list(region.args[0])  # type: ignore[arg-type]
+                behind = [inputs[grad_of[number - 1]]]
+        left += [x for x in behind if x not in seen]
+        seen.update(behind)
+    return [x for x in fx_nodes.placeholders(whole.gm.graph) if x in seen]
 
 
 def _small_sums(outer: Sharded) -> None:

@@ -87,7 +87,9 @@ class _Again:
     def run(self, index: int, op: Op) -> None:
         """A forward run: what only the backward reads is left out, and made again with what is wanted."""
         unread = [ref for ref in op.writes if _only_backward(self.readers.get(ref.name, ()), self.backward)]
-        unread = [ref for ref in unread if ref.name not in self.keep]
+        unread = [
+            ref for ref in unread if ref.name not in self.keep and self.program.buffers[ref.name].kind == "activation"
+        ]
         if len(unread) == len(op.writes):
             return
         repeated = [ref for ref in op.writes if ref in unread or ref.name in self.wanted]

@@ -45,18 +45,18 @@ def reduced(draft: Draft, x: fx.Node) -> fx.Node:
 
 
 def test_elementwise_work_waits_for_its_first_user() -> None:
-    """Of tensors: a product is done at once, and so is a number. What returns has no level."""
+    """Of tensors: a product is done at once, and so is a number. What only the step returns waits for the end."""
     draft = Draft()
     x = draft.input(4, 4)
     gradient = reduced(draft, x)
-    scaled, unused = (draft.call(aten.mul.Tensor, x, 2.0) for _ in range(2))
+    scaled, returned = (draft.call(aten.mul.Tensor, x, 2.0) for _ in range(2))
     product, total = draft.call(aten.mm.default, x, x), draft.call(aten.sum.default, x)
     number = draft.call(aten.mul.Tensor, total, 2.0)
     terms = [draft.call(aten.add.Tensor, value, gradient) for value in (scaled, product, number)]
-    draft.returning(*terms, unused)
+    draft.returning(*terms, returned)
     levels = build._levels(draft.graph)
-    assert {node for node, level in levels.items() if level == 1} == {gradient, scaled, *terms}
-    assert {node for node, level in levels.items() if level == 0} == {x, product, total, number, unused}
+    assert {node for node, level in levels.items() if level == 1} == {gradient, scaled, returned, *terms}
+    assert {node for node, level in levels.items() if level == 0} == {x, product, total, number}
 
 
 def test_a_short_chain_on_a_gradient_is_done_again_at_each_level_that_reads_it() -> None:
@@ -284,3 +284,21 @@ def test_a_leaf_whose_new_value_is_computed_again_later_is_written_then(mesh: di
     program = fzero.lower(spec, params, torch.ones(4, 16), world_size=math.prod(mesh.values())).program
     new = [name for name, buffer in program.buffers.items() if name.endswith(".new") and buffer.numel > 1]
     assert [name for name in new if name.startswith("opt_state")] == []
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_update_of_a_leaf_without_a_gradient_is_written_in_place(zero: int, clip_norm: float | None) -> None:
+    """It needs no loss, and came before it: then all new leaves and moments of its bucket, full, were kept beside the
+    old ones for the whole step."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for layer in params["layers"]:
+            expert = (x @ layer["router"]).argmax(-1)  # which has no gradient
+            x = torch.einsum("td,tdh->th", x, layer["w"][expert])
+        return x.square().mean()
+
+    params = {"layers": [{"router": torch.ones(16, 2), "w": torch.ones(2, 16, 16)} for _ in range(3)]}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), zero=zero, clip_norm=clip_norm, allow_unused=True)
+    program = fzero.lower(spec, params, torch.ones(4, 16), world_size=2).program
+    assert [name for name, b in program.buffers.items() if name.endswith(".new") and b.numel > 1] == []

@@ -45,8 +45,8 @@ def test_what_reads_a_sum_over_ranks_comes_after_it() -> None:
 
 
 def test_elementwise_work_waits_for_its_first_user() -> None:
-    """But a scalar, which nobody minds keeping, and a product are computed as soon as they can be; so is what only the
-    step returns."""
+    """But a scalar, which nobody minds keeping, and a product are computed as soon as they can be. What only the step
+    returns waits for the last level."""
     graph = fx.Graph()
     x, scalar = graph.placeholder("x"), graph.placeholder("scalar")
     total = graph.call_function(REDUCE, (x, "mean", "dp"))
@@ -63,9 +63,9 @@ def test_elementwise_work_waits_for_its_first_user() -> None:
     typed(graph, (4, 4), ())
     levels = build._levels(graph)
     assert levels[total] == levels[later] == 1
-    assert levels[decayed] == levels[ema] == 1
+    assert levels[decayed] == levels[ema] == levels[returned] == 1
     assert levels[sent] == 0, "a sum over ranks reads it, one level earlier than its own"
-    assert levels[count] == levels[product] == levels[returned] == 0
+    assert levels[count] == levels[product] == 0
 
 
 def test_each_later_level_computes_a_short_chain_for_itself() -> None:

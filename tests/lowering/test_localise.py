@@ -187,6 +187,39 @@ def test_an_update_that_needs_all_of_a_sharded_leaf_is_refused() -> None:
         lowered(product, {"params": {"w": torch.empty(6, 4, device="meta")}})
 
 
+def test_the_leaf_to_replicate_is_named_and_then_it_runs() -> None:
+    def turned(state: Any, grads: Any) -> Any:
+        w, v = state["params"]["w"], state["turn"]["v"]
+        return {"params": {"w": w - (grads["w"] * 2) @ (v.T @ v)}, "turn": {"v": v}}
+
+    state = {name: {leaf: torch.empty(6, 6, device="meta")} for name, leaf in (("params", "w"), ("turn", "v"))}
+    said = r"all of .*computed from params/w, .*replicate this leaf: shard=\{'params/w': P\(\)\} before the rules"
+    with pytest.raises(SpecError, match=said):
+        lowered(turned, state, {"w": P(None, "tp"), "turn/v": P("tp", None)})
+    assert lowered(
+        turned, state, {"params/w": P(), "turn/v": P("tp", None)}
+    ).outer.moves  # the sum of the product of `v`
+
+
+@pytest.mark.parametrize(
+    ("refused", "said", "runs"),
+    [
+        (torch.linalg.vector_norm, r"x\.square\(\)\.sum\(\)\.sqrt\(\)", lambda x: x.square().sum().sqrt()),
+        (lambda x: x.isfinite().all(), r"\(~x\)\.sum\(\) == 0", lambda x: (~x.isfinite()).sum() == 0),
+        (torch.amin, r"-\(-x\)\.amax\(\)", lambda x: -(-x).amax()),
+    ],
+    ids=["norm", "all", "amin"],
+)
+def test_what_can_be_written_as_a_sum_over_ranks_is_said(refused: Any, said: str, runs: Any) -> None:
+    def by(of: Any) -> Any:
+        return lambda state, grads: {"params": {"w": state["params"]["w"] - grads["w"] * of(grads["w"])}}
+
+    state = {"params": {"w": torch.empty(6, 4, device="meta")}}
+    with pytest.raises(SpecError, match=f"Write {said} .*use an optimizer that works element by element"):
+        lowered(by(refused), state)
+    assert [move.kind for move in lowered(by(runs), state).outer.moves if move.nbytes] == ["all_reduce"]
+
+
 def test_a_new_leaf_that_would_lie_in_parts_is_refused_by_the_rule_that_it_needs() -> None:
     def copied(state: Any, grads: Any) -> Any:
         return {"params": {"w": state["params"]["w"] - grads["w"]}, "copy": {"v": grads["w"] * 2}}

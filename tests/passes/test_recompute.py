@@ -314,6 +314,25 @@ def test_what_must_be_kept_is() -> None:
     assert "run d2 a2 p1[0:64:8x8] -> d1 g1[0:64:8x8]" in shown(done.ops)
 
 
+def test_a_metric_that_only_the_backward_reads_stays() -> None:
+    def of_parts(p: Any, batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = torch.tanh(batch + p["b"])
+        return F.huber_loss(out, torch.zeros_like(out)), {"largest": out.abs().amax()}  # its gradient is made like it
+
+    def one_step(state: Any, batch: Tensor) -> Any:
+        (value, aux), grads = fzero.value_and_grad(of_parts, has_aux=True)(state["params"], batch)
+        return {"params": {"b": state["params"]["b"] - 0.1 * grads["b"]}}, {"loss": value, **fzero.pmax(aux)}
+
+    def trained(remat: str) -> Run:
+        spec = fzero.Spec(step=one_step, mesh={"tp": 2}, shard={"params/b": fzero.P("tp")}, zero=0, remat=remat)
+        return run(spec, {"params": {"b": torch.arange(8.0)}}, lambda rank, step: torch.ones(4, 8), world=2, steps=1)
+
+    plain, again = trained("none"), trained("full")
+    assert any(".again" in name for name in again.lowered.program.buffers)
+    assert not differing(again.final, plain.final)
+    assert again.losses() == plain.losses()
+
+
 def test_a_segment_of_which_only_the_backward_reads_stays() -> None:
     """To make all of it again would save nothing but its time."""
     ops = LAYERS.replace("run x2 -> d2", "run x1 -> d2").replace("run d2 a2 p1", "run x2 a2 p1")

@@ -238,8 +238,9 @@ class Assigned:
             if len(roles) > 1:
                 raise AcrossRolesError(
                     f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
-                    "leaves, such as a norm, are taken apart by role. Make it of leaves of one role, put these leaves "
-                    "on one role (Pipeline(cut=...)), or leave the axis `pp` out"
+                    "leaves, such as x.square().sum() of each for a norm, are taken apart by role. Write it as such a "
+                    "sum (of (~x.isfinite()).sum() for x.isfinite().all()), make it of leaves of one role, put these "
+                    "leaves on one role (Pipeline(cut=...)), or leave the axis `pp` out"
                 )
             by_role[min(roles, default=0)].append(number)
         parts = []
