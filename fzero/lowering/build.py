@@ -29,8 +29,8 @@ from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, SlotKey
-from fzero.lowering.arguments import Arguments, own_arguments
 from fzero.lowering.emit import Emitter, line_of
+from fzero.lowering.loss_arguments import LossArguments, own_arguments
 from fzero.lowering.lower_coded import coded_mean
 from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan
@@ -87,7 +87,7 @@ class _Builder:
         own_arguments(gm.graph, self._like(gm), [n for n in gm.graph.nodes if _is_comm(n)])
         levels = _repeated(gm.graph, _levels(gm.graph))
         self.like = self._like(gm)
-        self.arguments = Arguments.of(self.to, gm.graph, self.like, levels)
+        self.arguments = LossArguments.of(self.to, gm.graph, self.like, levels)
         results = fx_nodes.outputs(gm.graph)
         num = len(self.to.plan.leaves)
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}

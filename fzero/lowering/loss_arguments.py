@@ -1,4 +1,4 @@
-"""arguments: values like leaves (`fzero.capture.leaf_like`) that a loss is given lie as the leaves do.
+"""loss_arguments: values like leaves (`fzero.capture.leaf_like`) that a loss is given lie as the leaves do.
 
 A loss of perturbed parameters reads them from columns: a rank computes and holds its own slice of each bucket, and they
 are gathered where the loss reads them, as parameters are. A value that comes without those of the other leaves in its
@@ -34,7 +34,7 @@ def own_arguments(graph: fx.Graph, like: Mapping[fx.Node, SlotKey], plain: Itera
 
 
 @dataclass
-class Arguments:
+class LossArguments:
     """The columns of values like leaves. place_of: of each value that has one, its column and the slot there."""
 
     to: Emitter
@@ -43,7 +43,7 @@ class Arguments:
     @classmethod
     def of(
         cls, to: Emitter, graph: fx.Graph, like: Mapping[fx.Node, SlotKey], levels: Mapping[fx.Node, int]
-    ) -> Arguments:
+    ) -> LossArguments:
         """The columns for the regions of a step; none in a pipeline, where a role has a part of each.
 
         levels: at which level of the outer graph each value is computed.

@@ -1,4 +1,4 @@
-"""arguments: a loss of values that are like parameters (SAM, an average) gathers them layer by layer, as parameters."""
+"""loss_arguments: a loss of values like parameters (SAM, an average) gathers them layer by layer, as parameters."""
 
 from __future__ import annotations
 
