@@ -22,6 +22,7 @@ from torch import fx
 
 from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph
+from fzero.capture.leaf_like import leaf_like
 from fzero.capture.step_ops import AXIS_INDEX, CODED_MEAN, FED_MEAN, REDUCE, REGION
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, fx_values, segments
@@ -29,6 +30,7 @@ from fzero.ir.op import StepPhase
 from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, SlotKey
 from fzero.lowering.emit import Emitter, line_of
+from fzero.lowering.loss_arguments import LossArguments, own_arguments
 from fzero.lowering.lower_coded import coded_mean
 from fzero.lowering.lower_region import RegionBuilder
 from fzero.plan.state_plan import Plan
@@ -82,7 +84,10 @@ class _Builder:
         for node in gm.graph.nodes:
             if node.target is AXIS_INDEX:
                 self.to.where[node] = self.to.rank(str(node.args[0]))
+        own_arguments(gm.graph, self._like(gm), [n for n in gm.graph.nodes if _is_comm(n)])
         levels = _repeated(gm.graph, _levels(gm.graph))
+        self.like = self._like(gm)
+        self.arguments = LossArguments.of(self.to, gm.graph, self.like, levels)
         results = fx_nodes.outputs(gm.graph)
         num = len(self.to.plan.leaves)
         self.new_leaf = {n: i for i, n in enumerate(results[:num]) if n is not self.nodes[i]}
@@ -144,18 +149,26 @@ class _Builder:
             kind = "batch" if name.startswith("batch:") else "constant"
             self.to.where[node] = self.to.new(name, node.meta["val"], kind)
 
+    def _like(self, gm: fx.GraphModule) -> dict[fx.Node, SlotKey]:
+        """The slots of flat leaves, and of the values of a graph that are like one."""
+        leaves, buffers = self.to.plan.leaves, self.to.plan.buffers
+        slots = [None if x.slot is None else SlotKey(buffers[x.buffer].bucket or "", x.slot) for x in leaves]
+        return leaf_like(self.graph, gm, [leaf.path for leaf in leaves if leaf.per_rank], slots)
+
     def _outer(self, nodes: list[fx.Node], level: int) -> None:
         """All ordinary work of one level as one run on full tensors, new leaves written into flat `.new` buffers."""
         inside = set(nodes)
         inputs = _unique(a for n in nodes for a in n.all_input_nodes if a not in inside)
-        dests, outputs = [], []
+        dests, outputs, given = [], [], []
         for node in nodes:
             outside = [u for u in node.users if u not in inside and u.op != "output"]
             if node in self.new_leaf:
                 dests.append(node)
-            if outside or node in self.metric_nodes:
+            if node in self.arguments.place_of:
+                given.append(node)
+            elif outside or node in self.metric_nodes:
                 outputs.append(node)
-        if not dests and not outputs:
+        if not dests and not outputs and not given:
             return
         refs = []
         for node in dests:
@@ -169,6 +182,8 @@ class _Builder:
                     new, old.dtype, shape, "scratch", old.bucket, per=old.per, entry=old.entry
                 )
             refs.append(Ref(new, ref.start, ref.stop, ref.shape))
+        dests += given
+        refs += map(self.arguments.written, given)
         gm = segments.extract(nodes, inputs, [*dests, *outputs], dests)
         outs = [self.to.new(f"u{level}.{node.name}", node.meta["val"], "activation") for node in outputs]
         self.to.where.update(zip(outputs, outs, strict=True))
@@ -176,14 +191,12 @@ class _Builder:
         lines = _unique(n.meta["source"] for n in nodes if n.meta.get("source"))
         why = f"outer {' '.join(lines[:3])}".strip()
         self.to.segment("run", gm, reads, [*outs, *refs], why=why, phase=StepPhase.OUTER)
+        self.arguments.keep(given)
 
     def _comm(self, node: fx.Node) -> None:
         """Emits a region, or a reduction of the outer graph, plain or coded."""
         if node.target is REGION:
-            trainable = RegionBuilder(self.to, self.graph, self.nodes[: len(self.to.plan.leaves)], self.reduce).run(
-                node
-            )
-            self.trainable |= trainable
+            self.trainable |= RegionBuilder(self.to, self.graph, self.like, self.reduce).run(node)
         elif node.target is CODED_MEAN:
             coded_mean(self.to, node)
         elif node.target is FED_MEAN and any(user not in self.to.where for user in node.users):

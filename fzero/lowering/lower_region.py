@@ -6,7 +6,7 @@ aux and gradients of anything else are small or odd-shaped: they are added over 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,11 +27,12 @@ from fzero.shard.moves import Transition, transitions
 
 @dataclass
 class RegionBuilder:
-    """Emits one region: its runs, the sums over microbatches, and the reductions of its gradients."""
+    """Emits one region: its runs, the sums over microbatches, and the reductions of its gradients. places: of flat
+    leaves, and of values that are like one."""
 
     to: Emitter
     graph: Graph
-    leaf_nodes: Sequence[fx.Node]
+    places: Mapping[fx.Node, SlotKey]
     reduce: str
 
     def run(self, node: fx.Node) -> set[SlotKey]:
@@ -77,16 +78,16 @@ class RegionBuilder:
         return set(self.place.values())
 
     def _places(self, inputs: Sequence[fx.Node]) -> dict[int, SlotKey]:
-        """By output, the slot of the flat leaf whose gradient it is. Of several for one place, the first."""
-        plan = self.to.plan
-        place_of = {
-            node: SlotKey(plan.buffers[leaf.buffer].bucket or "", leaf.slot)
-            for node, leaf in zip(self.leaf_nodes, plan.leaves, strict=True)
-            if leaf.slot is not None
-        }
-        outputs = {1 + n: inputs[of] for n, of in enumerate(self.region.grad_of) if inputs[of] in place_of}
-        first = {place_of[node]: i for i, node in reversed(outputs.items())}
-        return {i: place_of[node] for i, node in outputs.items() if first[place_of[node]] == i}
+        """By output, the slot of the flat leaf whose gradient it is, or that is like what it is the gradient for. Of
+        several for one place, the first; of several dtypes in a bucket, those of the first. Codes that feed back what
+        they lose are for leaves alone."""
+        fed = {i for i in self.getitems if any(user.target is FED_MEAN for user in self._users(i))}
+        given = {1 + n: inputs[of] for n, of in enumerate(self.region.grad_of) if inputs[of] in self.places}
+        outputs = {i: node for i, node in given.items() if node.op == "placeholder" or i not in fed}
+        first = {self.places[node]: i for i, node in reversed(outputs.items())}
+        found = {i: self.places[node] for i, node in outputs.items() if first[self.places[node]] == i}
+        dtype = {key.bucket: self.region.values[i].dtype for i, key in reversed(found.items())}
+        return {i: key for i, key in found.items() if self.region.values[i].dtype is dtype[key.bucket]}
 
     def _grad_ref(self, i: int, m: int) -> Ref:
         b = self.to

@@ -98,7 +98,8 @@ def _is_cast(program: Program, op: Op) -> bool:
     nodes = [n for n in program.segments[op.segment].graph.nodes if fx_nodes.is_compute(n)]
     plain = [n.target for n in nodes] == [aten._to_copy.default, aten.copy_.default]
     whole = (op.reads[0].start, op.reads[0].stop) == (0, program.buckets[master.bucket or ""].length)
-    return plain and whole and master.kind == "param" and (low.kind, low.sharded) == ("scratch", master.sharded)
+    of_master = (low.kind, low.sharded, low.entry) == ("scratch", master.sharded, master.entry)
+    return plain and whole and master.kind == "param" and of_master
 
 
 def _narrows(program: Program, op: Op, ref: Ref) -> bool:

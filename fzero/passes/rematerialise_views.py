@@ -1,9 +1,10 @@
-"""rematerialise_views: views, and casts and codes of parameters, are made anew right before each use.
+"""rematerialise_views: views, and casts, copies and codes of parameters, are made anew right before each use.
 
 A view made in the forward and used in the backward (`t(weight)`) would keep a gathered bucket alive in between, and a
 value that crosses a segment's border as a view would share memory with another buffer. After this pass neither happens:
 only values that own their memory outlive the op that made them. Views cost nothing; a parameter's cast is computed
-again.
+again, and so is its copy in another order, which `einsum` makes of weights for a product: kept, it would be the
+parameter, whole, between forward and backward.
 
     t = t(w);  a = mm(x, t);  ...  b = mm(g, t)
     becomes   t1 = t(w);  a = mm(x, t1);  ...  t2 = t(w);  b = mm(g, t2)
@@ -21,12 +22,12 @@ from fzero.ir.code_ops import CODES
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 
-CAST = torch.ops.aten._to_copy.default
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 MadeAnew = Callable[[fx.Node], bool]  # whether a node is made again before each use
 
 
 def rematerialise_views(program: Program) -> Program:
-    """The program with views and casts made again before each use, so that none crosses a cut."""
+    """The program with views, casts and copies made again before each use, so that none crosses a cut."""
     pool: dict[str, fx.GraphModule] = {}
     done: dict[str, fx.GraphModule] = {}
     ops: list[Op] = []
@@ -43,22 +44,22 @@ def rematerialise_views(program: Program) -> Program:
 
 
 def again(params: set[fx.Node]) -> MadeAnew:
-    """The test for nodes that are made anew: views, casts of these placeholders or of views of them, and their codes,
-    what these say, and casts of that."""
+    """The test for nodes that are made anew: views, casts and copies of these placeholders or of views of them, and
+    their codes, what these say, and casts and copies of that."""
 
     def made_anew(node: fx.Node) -> bool:
         if fx_nodes.is_view(node):
             return True
-        if node.target is not CAST and node.target not in CODES:
+        if node.target not in COPIES and node.target not in CODES:
             return False
         source = fx_nodes.base(fx_nodes.operand(node))
-        return source in params or (source.target in CODES and made_anew(source))
+        return source in params or (source.op == "call_function" and made_anew(source))
 
     return made_anew
 
 
 def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
-    """The segment with views and casts made again before each user."""
+    """The segment with views, casts and copies made again before each user."""
     holders = fx_nodes.placeholders(gm.graph)
     made_anew = again({holders[i] for i in params if i < len(holders)})
     graph = fx.Graph()

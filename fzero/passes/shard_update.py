@@ -18,7 +18,7 @@ gathered after their update. With the state sharded, each rank updates P/N eleme
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from fzero.ir.program import Program
 from fzero.ir.records import Buffer, Ref, SlotKey, buffer_name
 from fzero.passes.common.outer_order import by_bucket, into_levels, only_gathered, updates_slices
 from fzero.passes.common.outer_run import OuterRun
+from fzero.passes.common.own_slices import own_slices
 from fzero.passes.common.varying_buffers import varying_buffers
 from fzero.plan.whole_leaves import is_whole
 from fzero.shard.layouts import Layout
@@ -105,7 +106,7 @@ class _Outer:
             self._sums(sums, level)
         for name in dict.fromkeys(self.gathers):
             self._gather(name)
-        _narrow(self.run, self.columns, self.ops)
+        self.run.buffers.update(own_slices(self.run.program, self.run.buffers, self.columns, self.ops))
         return self.ops
 
     def _run_of(self, gm: fx.GraphModule, reads: list[Ref], writes: list[Ref], **attrs: int | str) -> Op:
@@ -213,8 +214,9 @@ class _Outer:
         for position, node in enumerate(chain):
             if node in self.run.dest:
                 self.run.stored[node] = self.run.dest[node].name
-                column = self.kept_in[self.run.dest[node].name]
-                if updates_slices(self.run.program, bucket) and not self.run.buffers[column].sharded:
+                column = self.kept_in.get(self.run.dest[node].name)
+                whole = column is not None and not self.run.buffers[column].sharded
+                if whole and updates_slices(self.run.program, bucket):
                     self.gathers.append(self.run.dest[node].name)
             elif any(u in self.run.level and u not in inside for u in node.users):
                 dtype = fx_values.tensors(node.meta["val"])[0].dtype
@@ -345,18 +347,6 @@ def _flat_segment(
             fakes = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in wanted]
         forms.propagate(gm, fakes)
     return made[key]
-
-
-def _narrow(run: OuterRun, columns: set[str], ops: Sequence[Op]) -> None:
-    """Columns of computed values of which only the own slice is written and read are no longer than that."""
-    refs: dict[str, list[Ref]] = {name: [] for name in columns}
-    for ref in (r for op in ops for r in (*op.reads, *op.writes) if r.name in refs):
-        refs[ref.name].append(ref)
-    for name in (name for name, column_refs in refs.items() if all(ref.mine for ref in column_refs)):
-        buffer = run.buffers[name]
-        bucket = run.program.buckets[buffer.bucket or ""]
-        shape = (run.program.slice_length(bucket) // buffer.per,)
-        run.buffers[name] = replace(buffer, sharded=bucket.axis, shape=shape)
 
 
 def _signature(run: OuterRun, chain: list[fx.Node]) -> tuple[object, ...]:

@@ -2,7 +2,8 @@
 
 1. New leaves are written straight into the state; `.new` buffers and the copies that keep them are dropped. No later op
    may read the old value. The write comes after the last segment of any loss, so that a failing loss leaves the state
-   as it was. A leaf that was computed whole stays in its `.new`: a shard has no room for it.
+   as it was. A leaf that was computed whole stays in its `.new`: a shard has no room for it. One that a later loss
+   makes wait stays there as the own slice.
 2. In a segment, a copy into a destination is dropped where the op that makes the value has a kernel that writes into a
    given tensor (`mm.out`, `add.out`). `fzero::adamw` on its own destinations becomes the in-place kernel.
 
@@ -23,6 +24,7 @@ from fzero.ir.op import Op
 from fzero.ir.op_info import column, of
 from fzero.ir.program import Program
 from fzero.ir.records import Ref
+from fzero.passes.common.own_slices import own_slices
 
 aten = torch.ops.aten
 COPY = aten.copy_.default
@@ -44,7 +46,9 @@ def write_in_place(program: Program) -> Program:
             pool.setdefault(new.segment, done[key])
             op = replace(new.with_attrs(flat=1) if op.is_flat else new, kind=op.kind)
         result.append(op)
-    return rewrite.finish(program, "write_in_place", ops=result, new_segments=pool)
+    columns = [name for name, b in program.buffers.items() if b.kind == "scratch" and b.bucket and not b.sharded]
+    buffers = {**program.buffers, **own_slices(program, program.buffers, columns, result)}
+    return rewrite.finish(program, "write_in_place", ops=result, buffers=buffers, new_segments=pool)
 
 
 # --- 1. into the state

@@ -7,7 +7,7 @@ and part of the numbers: so it is part of the meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import fx
 
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Graph, Region
+from fzero.capture.leaf_like import leaf_like
 from fzero.capture.step_ops import CodedCall, FedCall
 from fzero.ir import coded_mean as kernel
 from fzero.ir import fx_nodes
@@ -45,20 +46,26 @@ aten = torch.ops.aten
 
 
 def _gradients_in_buckets(
-    region: Region, inputs: Sequence[Any], leaf_nodes: Sequence[Any], plan: Plan
+    region: Region, inputs: Sequence[fx.Node], places: Mapping[fx.Node, SlotKey]
 ) -> dict[int, SlotKey]:
-    """For each output of a region that is the gradient of a leaf in a bucket: that leaf's slot."""
-    places: dict[int, SlotKey] = {}
+    """For each output of a region that is the gradient for a leaf in a bucket, or for what is like one, its slot."""
+    found: dict[int, SlotKey] = {}
+    dtypes: dict[str, torch.dtype] = {}
     seen: set[SlotKey] = set()
-    position = {node: i for i, node in enumerate(leaf_nodes)}
-    for number, of in enumerate(region.grad_of):
-        leaf = plan.leaves[position[inputs[of]]] if inputs[of] in position else None
-        if leaf is not None and leaf.slot is not None:
-            slot_key = SlotKey(plan.buffers[leaf.buffer].bucket or "", leaf.slot)
-            if slot_key not in seen:
-                seen.add(slot_key)
-                places[1 + number] = slot_key
-    return places
+    for number, of in enumerate(region.grad_of, 1):
+        place, dtype = places.get(inputs[of]), region.values[number].dtype
+        if place is not None and place not in seen:
+            seen.add(place)
+            if dtypes.setdefault(place.bucket, dtype) is dtype:
+                found[number] = place
+    return found
+
+
+def _places(graph: Graph, plan: Plan) -> dict[fx.Node, SlotKey]:
+    """The slots of leaves in buckets, and of the values that are like one."""
+    slots = [None if leaf.slot is None else SlotKey(plan.buffers[leaf.buffer].bucket or "", leaf.slot)
+             for leaf in plan.leaves]  # fmt: skip
+    return leaf_like(graph, graph.gm, [leaf.path for leaf in plan.leaves if leaf.per_rank], slots)
 
 
 def graph_meaning(graph: Graph, plan: Plan, reduce: str, program: Program) -> str:
@@ -73,12 +80,13 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, program: Program) -> st
         values[node] = term("input", leaf.buffer, leaf.slot)
     for node, name in zip(nodes[len(plan.leaves) :], names, strict=True):
         values[node] = term("input", name, None)
+    places = _places(graph, plan)
     folded: set[fx.Node] = set()  # means of a region's outputs: one division, by ranks x microbatches
     for node in graph.gm.graph.nodes:
         if node.op != "call_function":
             continue
         if node.target is torch.ops.fzero.region.default:
-            folded |= _region_terms(graph, plan, node, leaf_nodes, values, reduce)
+            folded |= _region_terms(graph, plan, node, places, values, reduce)
         elif node.target is torch.ops.fzero.reduce.default:
             if node not in folded:
                 source, how, axis = node.args
@@ -101,13 +109,13 @@ def graph_meaning(graph: Graph, plan: Plan, reduce: str, program: Program) -> st
 
 
 def _region_terms(
-    graph: Graph, plan: Plan, node: fx.Node, leaf_nodes: Sequence[fx.Node], values: dict[fx.Node, Any],
+    graph: Graph, plan: Plan, node: fx.Node, of_leaf: Mapping[fx.Node, SlotKey], values: dict[fx.Node, Any],
     reduce: str,
 ) -> set[fx.Node]:  # fmt: skip
     """Sets the values of a region's picked outputs and of the means over ranks taken of them."""
     region = graph.regions[int(node.args[1])]  # type: ignore[arg-type]
     inputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-    places = _gradients_in_buckets(region, inputs, leaf_nodes, plan)
+    places = _gradients_in_buckets(region, inputs, of_leaf)
     k = region.microbatches
     runs = []
     for m in range(k):

@@ -1,7 +1,9 @@
-"""Updates have one set of bits at all stages: with noise of their own, on whole leaves, with and without a scale."""
+"""Updates have one set of bits at all stages: with noise of their own, on whole leaves, with and without a scale, and
+around losses of what a step computes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -66,6 +68,56 @@ def test_with_values_that_all_ranks_have(kind: str, mesh: dict[str, int]) -> Non
             assert not differing(finals[0], final), f"stage {zero}"
         for path, value in plain.items():
             torch.testing.assert_close(final[path], value, rtol=1e-5, atol=1e-6)
+
+
+def given_a_loss(state: Any, x: Tensor, kind: str) -> Any:
+    """A step whose last loss reads values that are made of the parameters, or of an average of them."""
+    value, grads = fzero.value_and_grad(loss)(state["params"], x)
+    shown, made = {"loss": value}, state["average"]
+    if kind == "perturbed":
+        moved = {name: p + 0.1 * grads[name] / grads[name].square().sum() for name, p in state["params"].items()}
+        shown["moved"], grads = fzero.value_and_grad(loss)(moved, x)
+    elif kind == "some perturbed":
+        moved = {name: p * 0.9 if name in ("up", "bias") else p for name, p in state["params"].items()}
+        shown["moved"], grads = fzero.value_and_grad(loss)(moved, x)
+    elif kind == "in 16 bits":
+        low = {name: p if name == "scale" else p.bfloat16() for name, p in state["params"].items()}
+        value, grads = fzero.value_and_grad(lambda p, x: loss({n: v.to(x.dtype) for n, v in p.items()}, x))(low, x)
+        grads = {name: g.float() for name, g in grads.items()}
+    elif kind == "own steps":
+        fast = state["params"]
+        for _ in range(2):
+            own = fzero.value_and_grad(loss, reduce=False)(fast, x)[1]
+            fast = {name: p - 0.1 * own[name] for name, p in fast.items()}
+        grads = {name: state["params"][name] - mean for name, mean in fzero.pmean(fast).items()}
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    params = optim.apply_updates(state["params"], updates)
+    if kind == "average":
+        made = {name: 0.9 * a + 0.1 * params[name] for name, a in made.items()}
+        shown["average"] = fzero.forward(loss)(made, x)
+    return {**state, "params": params, "opt": opt, "average": made}, shown
+
+
+GIVEN = ["perturbed", "some perturbed", "in 16 bits", "own steps", "average"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"mesh": {"dp": 3}}, "two axes": {"mesh": {"dp_out": 2, "dp": 2}}, "bf16": {"precision": "bf16"},
+    "two microbatches": {"microbatches": 2, "reduce": "each"}, "offload": {"offload": "optimizer+params"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.sampled(4)
+def test_with_losses_of_computed_parameters(kind: str, option: str) -> None:
+    torch.manual_seed(0)
+    first = {**start(), "average": {name: torch.randn(shape) for name, shape in SHAPES.items()}}
+    world = math.prod(OPTIONS[option].get("mesh", {"dp": 2}).values())
+    specs = [fzero.Spec(step=lambda s, x: given_a_loss(s, x, kind), zero=z, **OPTIONS[option]) for z in range(4)]
+    finals = [run(spec, first, batch, world=world, steps=2).final for spec in specs]
+    assert [differing(finals[0], final) for final in finals[1:]] == [[]] * 3
+    plain, _ = run_reference(specs[0], first, batch, world=world, steps=2)
+    for path, value in plain.items():
+        torch.testing.assert_close(finals[0][path], value, rtol=1e-5, atol=1e-6)
 
 
 WHOLE: dict[str, Any] = {

@@ -9,6 +9,7 @@ from recorded import calls
 from short_programs import segment, shown, written
 from torch import Tensor, fx
 
+import fzero
 from fzero.ir import fx_nodes
 from fzero.passes.rematerialise_views import again, rematerialise_views
 
@@ -104,15 +105,34 @@ def test_ops_outside_of_regions_stay_and_equal_segments_are_one() -> None:
     assert shown(program.ops) == ["run p[0:64:8x8] x -> y z"] * 3
 
 
+def test_no_weight_in_another_order_is_kept_for_the_backward() -> None:
+    """`einsum` copies the weights of experts, of which the kept copies of all layers were a whole model at stage 3. And
+    what reads such a copy is work on the layer's parameters: each layer but the last is gathered twice."""
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for layer in params:
+            hidden = torch.einsum("bd,edh->beh", x, layer["up"]).relu()
+            x = x + torch.einsum("beh,ehd->bd", hidden, layer["down"])
+        return x.square().mean()
+
+    layers = [{"up": torch.empty(4, 32, 24), "down": torch.empty(4, 24, 32)} for _ in range(4)]
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), zero=3)
+    program = fzero.lower(spec, layers, torch.empty(2, 32), world_size=4).program
+    kept = [b.numel for b in program.buffers.values() if b.kind == "activation"]
+    assert max(kept) < layers[0]["up"].numel()
+    assert sum(op.gathers for op in program.ops) == 4 + 3
+
+
 def test_what_is_made_anew() -> None:
-    """Views; of leaves also casts, codes, what codes say, and casts of that."""
+    """Views; of leaves also casts, copies, codes, what codes say, and casts and copies of that."""
 
     def body(w: Tensor, x: Tensor) -> list[Tensor]:
         said = [torch.ops.fzero.decode_int8(torch.ops.fzero.encode_int8(v)) for v in (w, x)]
-        return [said[0].bfloat16() + said[1].bfloat16(), (w + x).bfloat16()]
+        copied = w.bfloat16().clone() + x.clone()
+        return [said[0].bfloat16() + said[1].bfloat16(), (w + x).bfloat16() + copied]
 
     gm = segment(body, (8, 8), (8, 8))
     made_anew = again({fx_nodes.placeholders(gm.graph)[0]})
     nodes = [n for n in gm.graph.nodes if fx_nodes.is_compute(n)]
     found = [fx_nodes.op_name(n) for n in nodes if made_anew(n)]
-    assert found == ["encode_int8", "decode_int8", "_to_copy"]
+    assert found == ["encode_int8", "decode_int8", "_to_copy", "clone", "_to_copy"]

@@ -8,6 +8,7 @@ Moves of one lane run in their order, beside compute. A fetch starts `ahead` run
 write of what it reads. Elementwise work takes little time and does not count: there a fetch starts as early as
 IN_FLIGHT tiles for each of `ahead` allow, one run before its use at least. A write-back is waited for as long after its
 start (one run at least), or before the next op that needs it. Moves into one buffer are waited for in their order.
+The gathers of new parameters count as runs there: between them nothing runs.
 
     move mu -> mu.in; wait mu.in; ...; update g mu.in -> p mu.in; ...; move mu.in -> mu; wait mu      becomes
     ...; move mu -> mu.0; run ...; wait mu.0; update g mu.0 -> p mu.0; move mu.0 -> mu; ...; wait mu  or, on the host,
@@ -86,6 +87,7 @@ class _Placing:
         self.ops = _without_moves(program, home)
         self.completing = _completing(self.ops)
         self.runs = [i for i, op in enumerate(self.ops) if op.computes]
+        self.steps = sorted({*self.runs, *(i for i in self.completing if self.ops[i].gathers)})
         self.long = [i for i in self.runs if not self.ops[i].is_flat]
         self.host = [on_host and self._may_run_on_host(op) for op in self.ops]
         self.visits: list[_Visit] = []
@@ -267,11 +269,11 @@ class _Placing:
             return index
         left = self.fetched[bisect_right(self.fetched, index, key=_first) - 1][1] - most
         full = self.fetched[bisect_left(self.fetched, left, key=_second)][0] if left > 0 else 0
-        return min(_back(self.runs, index, runs), max(_back(self.long, index, runs), full))
+        return min(_back(self.steps, index, runs), max(_back(self.long, index, runs), full))
 
     def _late(self, index: int) -> int:
         """Before which op a write-back is waited for that starts before op `index`."""
-        soon = _forward(self.runs, index, max(self.ahead, 1), len(self.ops))
+        soon = _forward(self.steps, index, max(self.ahead, 1), len(self.ops))
         if self.ahead == 0:
             return soon
         place = bisect_left(self.written, index, key=_first)

@@ -259,3 +259,17 @@ def test_an_update_of_whole_parameters_fetches_the_own_slice(zero: int, update_o
         return sum(moved_bytes(program, op) for op in up if program.buffers[op.target].space == DEVICE)
 
     assert fetched(2) - fetched(4) == 4 * 64 * 64 * 4 // 4
+
+
+def test_new_parameters_that_are_whole_on_the_host_pass_through_the_device_a_few_at_a_time() -> None:
+    """Fetches and write-backs are timed by runs, and between their gathers there is none: all were there at once."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        for w in p["layers"]:
+            x = torch.tanh(x @ w)
+        return x.square().mean()
+
+    params = {"layers": [torch.empty(2048, 2048, device="meta") for _ in range(20)]}
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), zero=2, offload={"params": "cpu"}, update_on="cpu")
+    lowered = fzero.lower(spec, params, torch.empty(8, 2048, device="meta"), world_size=4)
+    assert lowered.memory.peak < 11 * 2048 * 2048 * 4
