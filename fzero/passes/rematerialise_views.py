@@ -21,6 +21,7 @@ from fzero.ir import fx_nodes, rewrite, segments
 from fzero.ir.code_ops import CODES
 from fzero.ir.op import Op
 from fzero.ir.program import Program
+from fzero.shard.ops import TRANSFERS
 
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 MadeAnew = Callable[[fx.Node], bool]  # whether a node is made again before each use
@@ -52,6 +53,8 @@ def again(params: set[fx.Node]) -> MadeAnew:
             return True
         if node.target not in COPIES and node.target not in CODES:
             return False
+        if any(user.target in TRANSFERS for user in node.users):
+            return False  # a transfer is an op of its own, and reads a value
         source = fx_nodes.base(fx_nodes.operand(node))
         return source in params or (source.op == "call_function" and made_anew(source))
 

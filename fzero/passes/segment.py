@@ -169,7 +169,7 @@ def _parts_first(nodes: list[fx.Node], made_anew: MadeAnew) -> list[fx.Node]:
     of the loop would be a segment of its own, for it has the number of its part."""
     parts: dict[fx.Node, dict[str, list[fx.Node]]] = {}
     for node in nodes:
-        if node.target is aten.clone.default and not node.meta.get("phase"):
+        if node.target is aten.clone.default and not node.meta.get("phase") and not made_anew(node):
             views = [node]
             while made_anew(fx_nodes.operand(views[0])):
                 views.insert(0, fx_nodes.operand(views[0]))

@@ -136,3 +136,15 @@ def test_what_is_made_anew() -> None:
     nodes = [n for n in gm.graph.nodes if fx_nodes.is_compute(n)]
     found = [fx_nodes.op_name(n) for n in nodes if made_anew(n)]
     assert found == ["encode_int8", "decode_int8", "_to_copy", "clone", "_to_copy"]
+
+
+def test_what_a_transfer_reads_is_made_once() -> None:
+    """A transfer is an op of its own: the copy was left behind it, with the next work (a KeyError)."""
+
+    def body(w: Tensor) -> list[Tensor]:
+        return [torch.ops.fzero.axis_all_gather(w.t().clone(), "tp", 2, [16, 8]) + 1]
+
+    gm = segment(body, (8, 8))
+    made_anew = again({fx_nodes.placeholders(gm.graph)[0]})
+    nodes = [n for n in gm.graph.nodes if fx_nodes.is_compute(n)]
+    assert [fx_nodes.op_name(n) for n in nodes if made_anew(n)] == ["t"]
