@@ -101,7 +101,7 @@ def test_the_moments_of_two_nets_are_gathered_by_no_step(shape: str) -> None:
     lowered = fzero.lower(spec, start, torch.empty(8, 64, device="meta"), world_size=2)
     fzero.verify(lowered.roles)
     gathered = {lowered.program.buffers[op.reads[0].name].entry for op in lowered.program.ops if op.gathers}
-    assert gathered == ENTRIES[shape]
+    assert gathered - {""} == ENTRIES[shape]  # the second loss is given the first net's new values, in a column
 
 
 def test_the_moments_of_two_nets_mirror_a_parameter_rather_than_one_another() -> None:

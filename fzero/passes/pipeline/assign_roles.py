@@ -238,9 +238,8 @@ class Assigned:
             if len(roles) > 1:
                 raise AcrossRolesError(
                     f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
-                    "leaves, such as x.square().sum() of each for a norm, are taken apart by role. Write it as such a "
-                    "sum (of (~x.isfinite()).sum() for x.isfinite().all()), make it of leaves of one role, put these "
-                    "leaves on one role (Pipeline(cut=...)), or leave the axis `pp` out"
+                    "leaves, such as x.square().sum() of each for a norm, are taken apart by role. Write such a sum, "
+                    "make it of leaves of one role, put these on one (Pipeline(cut=...)), or leave the axis `pp` out"
                 )
             by_role[min(roles, default=0)].append(number)
         parts = []
