@@ -85,7 +85,9 @@ class Graph:
         """The numbers that its ops hold, by op and the user's line, as messages show them: those that ranks give to
         their optimizers differ here."""
         found = {}
-        for what, gm in [("the update", self.gm), *(("the loss", region.gm) for region in self.regions)]:
+        names = [f"loss {n}" for n in range(len(self.regions))] if len(self.regions) > 1 else ["the loss"]
+        graphs = [self.gm, *(region.gm for region in self.regions)]
+        for what, gm in zip(["the update", *names], graphs, strict=False):
             for place, node in enumerate(gm.graph.nodes):
                 given: list[Any] = []
                 fx.node.map_aggregate((node.args, node.kwargs), given.append)

@@ -299,3 +299,17 @@ def test_graphs_are_pure() -> None:
     for gm in (graph.gm, *(region.gm for region in graph.regions)):
         assert not [n for n in gm.graph.nodes if fx_nodes.mutated(n) or n.op == "get_attr"]
         assert all("val" in n.meta for n in nodes(gm))
+
+
+def test_the_numbers_of_two_losses_are_apart() -> None:
+    """Those of one took the place of the other's, where both stood at one op of one line."""
+
+    def scaled(by: float) -> Any:
+        return lambda p, x: (x @ p["w"] * by).square().mean()
+
+    def step(state: Any, x: Tensor) -> Any:
+        grads = [fzero.value_and_grad(scaled(by))(state["params"], x)[1]["w"] for by in (0.5, 0.25)]
+        return {"params": {"w": state["params"]["w"] - grads[0] - grads[1]}}, {}
+
+    lowered = fzero.lower(fzero.Spec(step=step), {"params": {"w": torch.ones(2, 2)}}, torch.ones(2, 2))
+    assert {"0.5", "0.25"} <= {*lowered.graph.numbers().values()}
