@@ -29,11 +29,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from fzero.errors import SpecError
 from fzero.tree import suggest
 
+N = TypeVar("N", int, float)
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 EQUAL = {FORWARD: 1.0, BACKWARD: 2.0, INPUT: 1.0, WEIGHT: 1.0}  # seconds of a whole role's share of the model
 
@@ -103,14 +105,15 @@ class Schedule:
     @property
     def held(self) -> tuple[int, ...]:
         """Of each role, the most (chunk, microbatch) pairs whose activations it holds at one time: from F to B or W."""
-        most = []
-        for order in self.orders:
-            level = peak = 0
-            for action in order:
-                level += {FORWARD: 1, INPUT: 0}.get(action.kind, -1)
-                peak = max(peak, level)
-            most.append(peak)
-        return tuple(most)
+        return self.most_held([1] * self.chunks)
+
+    def most_held(self, sizes: Sequence[N]) -> tuple[N, ...]:
+        """Of each role, the most that it holds at one time. sizes: of what each chunk keeps of a microbatch."""
+
+        def change(action: Action) -> N:
+            return sizes[action.chunk] * {FORWARD: 1, INPUT: 0}.get(action.kind, -1)
+
+        return tuple(max(accumulate(map(change, order)), default=0) for order in self.orders)
 
     @property
     def transfers(self) -> int:

@@ -10,7 +10,8 @@ forward and the backward.
 A transfer between two such segments is repeated too, on all ranks of its axis, if that saves more bytes than it sends,
 or a gather as many. A gather and an exchange do: their source is made again, or is a part. A sum over ranks does not.
 The op says both numbers. A source that an earlier layer made is kept: it is what that layer hands on, and to make it
-again would run all layers before it again, at once.
+again would run all layers before it again, at once. Under "gathers" nothing is computed again: a layer keeps its part
+of what it gathered, and gathers that again.
 
     run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
     becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
@@ -22,6 +23,7 @@ again would run all layers before it again, at once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,25 +31,26 @@ from typing import Any
 from torch import fx
 
 from fzero import tree
-from fzero.ir import fx_nodes, rewrite, segments
+from fzero.ir import fx_nodes, op_info, rewrite, segments
 from fzero.ir.op import Op, StepPhase
 from fzero.ir.program import Program, wire_bytes
 from fzero.ir.records import Ref
 from fzero.passes.common import run_layers
 
 Rules = Mapping[str, str]
+FULL, GATHERS = "full", "gathers"
 
 
 def recompute(program: Program, rules: Rules, keep: frozenset[str] = frozenset()) -> Program:
     """The program with forward values made again before the backward, for the leaves that `rules` match. `rules` map
-    path rules to "full", "offload" or "none"; the first match wins, and a leaf without a match keeps everything. The
-    buffers of `keep` are not made again."""
-    if "full" not in rules.values():
+    path rules to "full", "gathers", "offload" or "none"; the first match wins, and a leaf without a match keeps
+    everything. The buffers of `keep` are not made again."""
+    if {FULL, GATHERS}.isdisjoint(rules.values()):
         return rewrite.Edits().apply(program, "recompute")
-    again = _Again(program, _under(program, rules), keep)
+    again = _Again(program, _under(program, rules, FULL), _under(program, rules, GATHERS), keep)
     for index in reversed(range(len(program.ops))):
         op = program.ops[index]
-        if again.full[index]:
+        if again.full[index] or again.gathers[index]:
             again.run(index, op)
         elif op.transfers and op.phase is StepPhase.FORWARD and program.buffers[op.target].kind == "activation":
             again.transfer(index, op)
@@ -61,19 +64,24 @@ class _Again:
     """What is made again, found from the last op to the first: then it is known what the repeated ops read.
 
     backward: whether a run's work is the backward's alone. full: whether it is the forward's alone, and under a rule.
+    gathers: the same, under a rule by which only gathers are repeated.
     renames: by value, its name where it is made again. wanted: those that the forward reads too, sources of repeated
     transfers. edits: the repeated ops before others, and instead of runs those that write less. late: by value, its
     uses after the forward, those of repeated ops too: before which op, and the chunk. parts: segments that were made.
     layers: by op, the layers of a run. Only the methods `run` and `transfer` write these.
     """
 
-    def __init__(self, program: Program, under: Sequence[bool], keep: frozenset[str]) -> None:
+    def __init__(
+        self, program: Program, under: Sequence[bool], gathers: Sequence[bool], keep: frozenset[str]
+    ) -> None:
         self.program, self.keep = program, keep
         self.edits = rewrite.Edits()
         self.readers = rewrite.reads_of(program.ops)
         self.writers = {ref.name: i for i, op in enumerate(program.ops) for ref in op.writes}
         self.backward = [op.in_region and op.phase is StepPhase.BACKWARD for op in program.ops]
-        self.full = [op.in_region and op.phase is StepPhase.FORWARD and under[i] for i, op in enumerate(program.ops)]
+        forward = [op.in_region and op.phase is StepPhase.FORWARD for op in program.ops]
+        self.full = list(map(operator.and_, forward, under))
+        self.gathers = list(map(operator.and_, forward, gathers))
         self.renames: dict[str, str] = {}
         self.wanted: set[str] = set()
         self.late: dict[str, list[tuple[int, int | None]]] = {}
@@ -90,6 +98,8 @@ class _Again:
         unread = [
             ref for ref in unread if ref.name not in self.keep and self.program.buffers[ref.name].kind == "activation"
         ]
+        if not self.full[index]:
+            unread = [ref for ref in unread if self._gathered(op, ref)]
         if len(unread) == len(op.writes):
             return
         repeated = [ref for ref in op.writes if ref in unread or ref.name in self.wanted]
@@ -107,7 +117,8 @@ class _Again:
         Its source is made again too, by the run of the same layer that made it, or is kept."""
         target, source = op.writes[0], op.reads[0]
         uses = self.late.get(target.name, [])
-        readers = [i for i, _ in self.readers.get(target.name, ()) if self.full[i]]
+        alone = self.gathers if op.gathers else self.full
+        readers = [i for i, _ in self.readers.get(target.name, ()) if self.full[i] or alone[i]]
         if not uses or not readers or target.name in self.keep or any(chunk != op.chunk for _, chunk in uses):
             return
         maker = self.writers.get(source.name, -1)  # -1: it is held anyway
@@ -124,6 +135,16 @@ class _Again:
             self.wanted.add(source.name)
         start = replace(op, writes=tuple(map(self._named, op.writes)), why=f"again {op.why}: {reason}")
         self._repeat([start, Op("wait", (start.writes[0],), why=start.why)], [target])
+
+    def _gathered(self, op: Op, result: Ref) -> bool:
+        """Whether a result of a run is what was gathered, in another order."""
+        graph = self.program.segments[op.segment].graph
+        node = fx_nodes.outputs(graph)[op.writes.index(result)]
+        while fx_nodes.is_view(node) or (fx_nodes.is_compute(node) and op_info.of(node.target).meaning == "copy"):
+            node = fx_nodes.operand(node)
+        read = dict(zip(fx_nodes.placeholders(graph), op.reads, strict=True)).get(node)
+        maker = self.writers.get(read.name, -1) if read is not None else -1
+        return maker >= 0 and self.program.ops[maker].gathers
 
     def _read_late(self, ref: Ref, op: Op) -> bool:
         """Whether the backward of this op's chunk reads a value."""
@@ -182,9 +203,9 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
     return bool(readers) and all(backward[i] for i, _ in readers)
 
 
-def _under(program: Program, rules: Rules) -> list[bool]:
-    """By op, whether "full" holds for a run. One that reads no leaf, as between two transfers, is as the run before."""
-    return run_layers.of_runs(program, lambda op: says(program, op, rules, "full"), first=False)
+def _under(program: Program, rules: Rules, word: str) -> list[bool]:
+    """By op, whether a word holds for a run. One that reads no leaf, as between two transfers, is as the run before."""
+    return run_layers.of_runs(program, lambda op: says(program, op, rules, word), first=False)
 
 
 def says(program: Program, op: Op, rules: Rules, word: str) -> bool:

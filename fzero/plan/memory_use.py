@@ -74,8 +74,8 @@ class MemoryUse:
     def _check_remat(self) -> None:
         remat = self.remat
         for rule, way in remat.items() if isinstance(remat, Mapping) else [("**", remat)]:
-            form = '"none", "full", "offload", or path rules to them, as {"blocks/**": "full"}'
-            needs(isinstance(rule, str) and way in ("none", "full", "offload"), "remat", remat, form)
+            form = '"none", "full", "gathers", "offload", or path rules to them, as {"blocks/**": "full"}'
+            needs(isinstance(rule, str) and way in ("none", "full", "gathers", "offload"), "remat", remat, form)
 
     def _check_offload(self) -> None:
         """Checks `offload` and what belongs to it."""

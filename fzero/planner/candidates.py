@@ -23,7 +23,8 @@ from fzero.shard.partition import P
 from fzero.spec import Spec
 
 STAGES = (0, 1, 2, 3)
-REMATS = ("none", "full")
+GATHERS = "gathers"  # the value of `remat` that makes a difference where tokens stay in parts
+REMATS = ("none", "full", GATHERS)
 MOST_MICROBATCHES = 64
 INTERLEAVED = (2, 4)  # chunks a role
 EMPTY: Mapping[str, P] = MappingProxyType({})
@@ -153,7 +154,8 @@ def candidates(
                 if schedules and "pipeline" in open_:
                     orders += interleaved(Mesh(mesh).roles, microbatches, layers)
                 rest = itertools.product(remats, offloads, orders, sums, sequences)
-                yield from (Candidate(mesh, zero, microbatches, *values) for values in rest)
+                found = (Candidate(mesh, zero, microbatches, *values) for values in rest)
+                yield from (one for one in found if one.remat != GATHERS or one.sequence or "remat" not in open_)
 
 
 def _homes(spec: Spec, machine: Hardware) -> Sequence[Any]:

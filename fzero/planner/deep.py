@@ -20,6 +20,7 @@ from fzero.errors import FzeroError
 from fzero.ir.mesh import Mesh
 from fzero.ir.program import Program
 from fzero.pipeline import Pipeline
+from fzero.plan.pipeline_cut import Cut
 from fzero.planner.probes import Foretold, foretold, of_programs
 from fzero.planner.problem import Problem
 from fzero.planner.programs import lowered_of
@@ -76,9 +77,14 @@ def _depths(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders, layers
     """The layers of each role; [] where a role has several pieces of the model, or there are several stacks."""
     if mesh.roles == 1:
         return [layers.depth]
-    recipe = recipe_for(spec, problem.params_like, None, torch.device("cpu"))
-    cut = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh_of(spec), None, deciders).cut
+    cut = cut_of(problem, spec, deciders)
     if cut is None or len(cut.role_of) != mesh.roles or len(layers.stacks) > 1:
         return []
     count = Counter(cut.role_of[chunk] for chunk in cut.chunk_of.values())
     return [count[role] for role in range(mesh.roles)] if count.total() == layers.depth else []
+
+
+def cut_of(problem: Problem, spec: Spec, deciders: Deciders) -> Cut | None:
+    """The chunks of a spec's model; None if it has one. Raises SpecError where it is not cut as the spec says."""
+    recipe = recipe_for(spec, problem.params_like, None, torch.device("cpu"))
+    return plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh_of(spec), None, deciders).cut

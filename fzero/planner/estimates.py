@@ -18,7 +18,7 @@ from fzero.cost.rates import Rates
 from fzero.hardware import Hardware
 from fzero.hardware.machine import Host
 from fzero.ir.mesh import DATA, Mesh
-from fzero.planner.candidates import Candidate, sharded
+from fzero.planner.candidates import GATHERS, Candidate, sharded
 from fzero.planner.programs import bucket_choice
 
 TENSOR = "tp"  # the axis of rules that were found
@@ -86,6 +86,11 @@ class Sketch:
     held: dict[Any, OnDevice]
     ops: int
 
+    @property
+    def share(self) -> float:
+        """Of the activations of a row, those that are kept if all layers are recomputed."""
+        return self.activations["full"].of_a_row / max(self.activations["none"].of_a_row, 1.0)
+
     def estimates(
         self, candidates: Iterable[Candidate], rows: int, machine: Hardware, tensor_bytes: float = 0.0
     ) -> dict[Candidate, tuple[float, int]]:
@@ -139,7 +144,7 @@ class _Estimate:
         gathered = of.params * of.wire * (self.few if by_layers else keeps > 1)
         activations = self._like(of.activations)
         kept = activations.of_a_row * self.own / roles
-        part = 1.0 if not self.one.sequence else 0.0 if self.one.remat == "full" else 0.5
+        part = 1.0 if not self.one.sequence else 0.0 if self.one.remat in ("full", GATHERS) else 0.5
         whole = min(kept, part * self.tensor_bytes * self.own / roles) if roles < self.parts else 0.0
         kept = (whole + (kept - whole) * roles / self.parts) * self._held
         cast = activations.fixed / self.shares
@@ -203,7 +208,8 @@ class _Estimate:
         of = self.sketch
         at_once = self.stage >= 2 or (self.stage == 1 and self.each)
         if self.one.microbatches > 1 and not (self.each and at_once):
-            return of.params  # the sum of the microbatches
+            one_round = self.one.chunks > 1 and self.one.microbatches == self.one.ranks.roles and self.stage
+            return of.params * (2 / self.one.chunks if one_round else 1)  # a chunk's sum is ready before the next's
         waiting = 0.0 if of.held[self.one.offload].gradients or not of.waits else 1.0
         return of.params * max(self.few, waiting / (self.shares if at_once else 1))
 
@@ -227,7 +233,8 @@ class _Estimate:
     def _tensor(self) -> float:
         """The seconds of what tensor parallelism sends in the forward and the backward of a microbatch."""
         width, nbytes = self.sizes.get(TENSOR, 1), self.own * self.tensor_bytes / self.one.ranks.roles
-        return 2 * self.rates.transfer("all_gather", int(nbytes), TENSOR, width) if width > 1 and nbytes else 0.0
+        often = 2.5 if self.one.remat == GATHERS else 2.0  # half of what the forward sends is gathers
+        return often * self.rates.transfer("all_gather", int(nbytes), TENSOR, width) if width > 1 and nbytes else 0.0
 
     @property
     def _moves(self) -> tuple[float, float]:
@@ -244,5 +251,5 @@ class _Estimate:
 
     def _like(self, known: Mapping[Any, Ends]) -> Ends:
         """What was sketched with the candidate's value of `remat`; of rules, the first."""
-        remat = self.one.remat
+        remat = "none" if self.one.remat == GATHERS else self.one.remat  # on one rank nothing is gathered
         return known[remat] if isinstance(remat, str) and remat in known else next(iter(known.values()))

@@ -27,12 +27,14 @@ SHOWN = 160  # characters of a refusal
 
 @dataclass
 class Search:
-    """What came of the candidates of a problem. estimates: by the sketch, seconds and bytes of all. rows: of those that
+    """What came of the candidates of a problem. estimates: by the sketch, seconds and bytes of all. share: by it, what
+    is kept of layers that are recomputed, of all that layers keep. rows: of those that
     were tried. programs: of those that were lowered in full. pressed: of these, the ones that were lowered under the
     budget. Only its methods write the fields."""
 
     problem: Problem
     estimates: Mapping[Candidate, tuple[float, int]]
+    share: float
     rows: dict[Candidate, Row] = field(default_factory=dict)
     programs: dict[Candidate, Lowered] = field(default_factory=dict)
     pressed: set[Candidate] = field(default_factory=set)
@@ -117,7 +119,8 @@ class Search:
         spec = replace(one.spec(of.spec, of.rules.shard), device_bytes=None)
         alone = mesh.roles == 1  # a third program of each kind takes half of a pipeline's time
         found = probed(of, spec, mesh, by_rates(of.machine, mesh, once=True), checks=alone)
-        if found is not None and of.budget < found.peak <= of.budget * SLACK:
+        pays = alone or not self.fitting  # of a pipeline it takes as long again
+        if found is not None and pays and of.budget < found.peak <= of.budget * SLACK:
             tighter = probed(of, spec, mesh, sparing(of.machine, mesh), checks=False)
             found = tighter if tighter is not None and tighter.peak <= of.budget else found
         return None if found is None else Row(one, found.seconds, found.peak, found.host, probed=True)
@@ -144,7 +147,8 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     found = candidates(
         of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard, schedules=is_deep(of)
     )
-    done = Search(of, sketch.estimates([own, *found], of.rows, of.machine, of.rules.bytes_a_row))
+    said = sketch.estimates([own, *found], of.rows, of.machine, of.rules.bytes_a_row)
+    done = Search(of, said, sketch.share)
     done.row(own)
     if len(done.estimates) <= most:
         for each in done.estimates:

@@ -1,22 +1,23 @@
 """some_layers: as few layers are recomputed as the memory asks for, where all of them fit and none of them does.
 
-A layer that is recomputed saves the same bytes and takes the same seconds as every other. So between "none" and "full"
-both lie on a line, and the fewest that fit are the fastest. One layer less is the proof, as far as `TRIES` go.
+A layer that is recomputed takes the same seconds as every other, so the fewest that fit are the fastest. How many these
+are follows from what layers hold (`held_layers`). One layer less is the proof, as far as `TRIES` go.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fzero.planner.candidates import Candidate
+from fzero.planner.candidates import GATHERS, Candidate
 from fzero.planner.deep import is_deep, shallow_say
-from fzero.planner.equal_layers import Stack
+from fzero.planner.equal_layers import Layers, Stack
+from fzero.planner.held_layers import held_layers
 from fzero.planner.planned import Row
 from fzero.planner.search import Search
 
 TRIES, OPS = 5, 15_000  # programs that are lowered in full: as many as have so many ops, and not more than that
+ROOM = 0.01  # of the budget, left by what is proposed for a deep pipeline, of which few can be tried
 DIGITS = "0123456789"
 SPECIAL = {*"*[]"}  # characters of rules
 
@@ -24,11 +25,12 @@ SPECIAL = {*"*[]"}  # characters of rules
 @dataclass(frozen=True)
 class FirstLayers:
     """A value of `remat`: the first `count` of `depth` layers of each stack are recomputed. They hold their values the
-    longest."""
+    longest. rest: the value for all others, "none" or "gathers"."""
 
     count: int
     depth: int
     stacks: tuple[Stack, ...]
+    rest: str = "none"
 
     @property
     def rules(self) -> dict[str, str]:
@@ -37,10 +39,11 @@ class FirstLayers:
         >>> FirstLayers(12, 24, (("blocks",),)).rules
         {'blocks/[0123456789]/**': 'full', 'blocks/1[01]/**': 'full'}
         """
-        return {"/".join((*stack, n, "**")): "full" for stack in self.stacks for n in numbers_below(self.count)}
+        first = {"/".join((*stack, n, "**")): "full" for stack in self.stacks for n in numbers_below(self.count)}
+        return first if self.rest == "none" else {**first, "**": self.rest}
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.depth} layers"
+        return f"{self.count} of {self.depth} layers" + (f" and {self.rest}" if self.rest != "none" else "")
 
 
 def numbers_below(n: int) -> list[str]:
@@ -69,38 +72,66 @@ def fewest_layers(done: Search) -> Row | None:
         return None
     if any(SPECIAL & {*part} for stack in problem.equal.stacks for part in stack):
         return None  # a rule would match other paths
-    depth, stacks, left = problem.equal.depth, tuple(sorted(problem.equal.stacks)), float(TRIES)
-    for seconds, one, count in sorted(_between(done, depth), key=lambda found: found[0]):
-        if seconds >= best.seconds or left < 1:
+    left, tried = float(TRIES), set[Candidate]()
+    while left >= 1:
+        between = [found for found in _between(done, problem.equal.depth) if found[1] not in tried]
+        seconds, one = min(between, key=lambda found: found[0], default=(best.seconds, None))
+        if one is None or seconds >= best.seconds:
             break
-        fitted: Row | None = None
-        while left >= 1 and 0 < count < depth:
-            row = done.row_in_full(replace(one, remat=FirstLayers(count, depth, stacks)))
-            left -= max(1, done.ops(row.candidate) * TRIES / OPS)
-            if done.fits(row) and (fitted is None or row.seconds < fitted.seconds):
-                fitted, count = row, count - 1
-            elif fitted is not None:
-                break  # one layer less does not fit, or only by what costs more
-            else:
-                count = max(count + 1, _more(done, one, row, count, depth))
+        if _probes(done, one):
+            continue  # and it may no longer be the fastest
+        tried.add(one)
+        fitted, left = _fewest(done, one, problem.equal, left)
         if fitted is not None:
             done.correct(fitted, seconds)
             best = min(done.fitting, key=lambda row: row.seconds)
     return best if isinstance(best.candidate.remat, FirstLayers) else None
 
 
-def _more(done: Search, one: Candidate, row: Row, count: int, depth: int) -> int:
-    """How many layers fit, where so many take what a row says: on the line from there to all of them."""
-    least = done.likely(replace(one, remat="full"))[1]
-    slope = (row.peak - least) / (depth - count)
-    return depth - int((done.problem.budget - least) / slope) if slope > 0 else depth
+def _probes(done: Search, one: Candidate) -> bool:
+    """Whether shallow programs were lowered that say what all layers take, and none: where that takes a second."""
+    left = [end for end in (one, replace(one, remat="full")) if end not in done.rows]
+    if not left or not is_deep(done.problem) or one.ranks.roles > 1:
+        return False
+    for end in left:
+        done.row(end)
+    return True
 
 
-def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate, int]]:
-    """(seconds, a candidate, how many of its layers) where all layers fit and none does, on the line between both."""
+def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[Row | None, float]:
+    """(the row with the fewest layers recomputed that fits, how much may still be tried): proposed by what layers hold,
+    then by what each proposal was found to take, until one layer less does not fit, or is no faster."""
+    held, fitted = held_layers(done.problem, one, layers.depth, done.share), None
+    full = replace(one, remat="full")
+    budget = done.problem.budget * (1 - ROOM * (is_deep(done.problem) and one.ranks.roles > 1))
+    each = (_bytes(done, one, full) - _bytes(done, full, one)) / (held.most(0) - held.most(layers.depth))
+    low, high = 0, layers.depth  # of numbers of layers, one that does not fit, and one that does
+    count = held.fewest(budget, (high, done.likely(full)[1]), each)
+    count = min(max(count, 1), high - 1)
+    while left >= 1 and low < count < high:
+        first = FirstLayers(count, layers.depth, tuple(sorted(layers.stacks)), one.remat)
+        row = done.row_in_full(replace(one, remat=first))
+        left -= max(1, done.ops(row.candidate) * TRIES / OPS)
+        fits = done.fits(row)
+        if row.refused or (fits and fitted is not None and row.seconds >= fitted.seconds):
+            break
+        fitted, low, high = (row, low, count) if fits else (fitted, count, high)
+        count = max(held.fewest(budget, (count, row.peak), each), low + 1)
+        count = min(count, high - 1) if fitted is not None else count
+    return fitted, left
+
+
+def _bytes(done: Search, one: Candidate, other: Candidate) -> float:
+    """What a candidate needs, by the same means as another: as both were found, or as the sketch says of both."""
+    found = [done.rows[each].peak for each in (one, other) if each in done.rows and not done.rows[each].refused]
+    return float(found[0]) if len(found) == 2 else float(done.estimates[one][1])
+
+
+def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate]]:
+    """(seconds, a candidate) where all layers fit and none does, on the line between both."""
     budget, deep = done.problem.budget, is_deep(done.problem)
     for one in done.estimates:
-        if one.remat != "none" or (deep and not shallow_say(done.problem, one.ranks)):
+        if one.remat not in ("none", GATHERS) or (deep and not shallow_say(done.problem, one.ranks)):
             continue  # of a deep model each such program takes minutes
         if (full := replace(one, remat="full")) not in done.estimates:
             continue  # as of the default
@@ -109,4 +140,4 @@ def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate, int]]
         if peak <= budget or least >= budget or peak <= least:
             continue
         part = (peak - budget) / (peak - least)
-        yield seconds + part * (slower - seconds), one, min(depth - 1, max(1, math.ceil(part * depth)))
+        yield seconds + part * (slower - seconds), one

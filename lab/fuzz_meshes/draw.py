@@ -212,11 +212,11 @@ def _remat(rng: random.Random, model: Model) -> dict[str, Any]:
     if chance < 0.6:
         return {}
     if chance < 0.85:
-        return {"remat": rng.choice(("full", "full", "offload"))}
+        return {"remat": rng.choice(("full", "gathers", "offload"))}
     n = rng.randrange(len(model.layers))
     if not model.has_rows(n):
         return {}
-    return {"remat": {f"blocks/{n}/**": rng.choice(("full", "offload")), "**": rng.choice(("none", "full"))}}
+    return {"remat": {f"blocks/{n}/**": rng.choice(("full", "offload")), "**": rng.choice(("gathers", "full"))}}
 
 
 def _offload(rng: random.Random, recipe: Recipe) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from tp_models import SEQUENCE, WIDTH, Model, gpt, of_hf
 import fzero
 from fzero import P, groups, optim, tree
 from fzero.interop import tp_plan
+from fzero.ir.fx_nodes import is_compute, op_name
+from fzero.ir.op import StepPhase
 from fzero.ir.program import Program, wire_bytes
 from fzero.lowering import localise
 from fzero.pipeline import SCHEDULES
@@ -188,7 +190,12 @@ AGAIN: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rules", ["full", {"blocks/1/**": "full"}], ids=["full", "rules"])
+SOME = {"blocks/0/**": "full", "**": "gathers"}
+
+
+@pytest.mark.parametrize(
+    "rules", ["full", {"blocks/1/**": "full"}, "gathers", SOME], ids=["full", "rules", "gathers", "some"]
+)
 @pytest.mark.parametrize("number", range(len(AGAIN)), ids=lambda i: f"{AGAIN[i][0]} {AGAIN[i][1]}")
 @pytest.mark.sampled(1)
 def test_what_is_computed_again_changes_no_bit(number: int, rules: Any) -> None:
@@ -196,7 +203,8 @@ def test_what_is_computed_again_changes_no_bit(number: int, rules: Any) -> None:
     model = gpt(fused=True)
     plain, again = (trained(mesh, model, steps=1, remat=remat, **given) for remat in ("none", rules))
     last = max(plain.lowered.programs)  # the role that has the second layer
-    assert again.lowered.programs[last].digest != plain.lowered.programs[last].digest
+    if "sequence" in given or (rules != "gathers" and rules is not SOME):  # else nothing is gathered there
+        assert again.lowered.programs[last].digest != plain.lowered.programs[last].digest
     same(again, plain)
 
 
@@ -240,6 +248,29 @@ def test_what_was_gathered_is_gathered_again_and_not_kept() -> None:
     saved = [re.search(r"([\d,]+) bytes less are kept for ([\d,]+) sent", op.why) for op in repeated]
     assert {match[2] for match in saved if match} == {f"{part:,}"}
     assert Counter(match[1] for match in saved if match) == {f"{stream:,}": gathers - 1, f"{part:,}": 1}  # the head's
+
+
+def test_gathers_alone_are_repeated_and_nothing_is_computed_again() -> None:
+    """As Megatron's sequence parallelism: of what was gathered the rank's own part is kept."""
+    n, layers = 4, 2
+    model = gpt(fused=True, layers=layers, rows=16)
+    given: dict[str, Any] = {"mesh": {"tp": n}, "shard": model.rules, "sequence": "tp"}
+    plain, again = (
+        kept.lower(
+            fzero.Spec(loss=model.loss, optimizer=optim.adamw(1e-2), remat=remat, **given), model.params,
+            model.batch(0, 0), n,
+        ) for remat in ("none", "gathers")
+    )  # fmt: skip
+    stream, part = 16 * SEQUENCE * WIDTH * 4, 16 * SEQUENCE * WIDTH * 4 // n
+    held, was = between(again.program), between(plain.program)
+    gathers = 2 * layers + 1
+    assert sum(was.values()) - sum(held.values()) == gathers * (stream - part)
+    assert sum(op.gathers and op.why.startswith("again ") for op in again.program.ops) == gathers
+    runs = [op for op in again.program.ops if op.computes and op.phase is StepPhase.RECOMPUTE]
+    nodes = [node for op in runs for node in again.program.segments[op.segment].graph.nodes if is_compute(node)]
+    assert {op_name(node) for node in nodes} <= {"permute", "clone", "view"}
+    assert sent_over_tp(again.program) - sent_over_tp(plain.program) == gathers * (stream - part)
+    assert again.memory.peak < plain.memory.peak
 
 
 def test_layers_are_made_again_one_at_a_time() -> None:

@@ -185,7 +185,7 @@ def test_what_is_run_again_is_the_forward_of_the_layers_under_a_rule() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("fulll", r"remat='fulll'.*needed \"none\", \"full\", \"offload\", or path rules"),
+        ("fulll", r"remat='fulll'.*needed \"none\", \"full\", \"gathers\", \"offload\", or path rules"),
         ({"blocks/**": "half"}, 'needed "none", "full"'),
         ({"bloks/**": "full"}, r"Spec\(remat=\.\.\.\): the rule 'bloks/\*\*' matches no leaf\. Did you mean"),
     ],

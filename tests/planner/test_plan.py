@@ -153,7 +153,7 @@ def test_no_candidate_of_brute_force_is_faster(seed: int) -> None:
         spec, layers(n, width), torch.empty(rows, width, device="meta"), world, machine, int(room) + 4096
     )
     problem = replace(problem, rules=tensor_rules(problem))
-    every = search.Search(problem, {})
+    every = search.Search(problem, {}, 0.0)
     for one in candidates.candidates(spec, problem.given, world, rows, n, machine, problem.rules.shard):
         every.row(one)
     if not every.fitting:

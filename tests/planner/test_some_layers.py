@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,11 @@ import fzero
 from fzero import optim, tree
 from fzero.hardware import Device, Hardware
 from fzero.ir.mesh import Mesh
+from fzero.planner.candidates import Candidate
+from fzero.planner.held_layers import held_layers
+from fzero.planner.problem import problem_of
 from fzero.planner.programs import by_rates, step_seconds
+from fzero.planner.sketch import sketched
 from fzero.planner.some_layers import FirstLayers, numbers_below
 
 LAYERS, WIDTH, ROWS = 6, 64, 256
@@ -62,6 +67,35 @@ def test_one_layer_less_does_not_fit_and_no_number_is_faster(count: int, by_coun
     assert fzero.lower(pasted, PARAMS, BATCH, world_size=1).digest == planned.lowered.digest
 
 
+def test_what_the_layers_of_a_pipeline_hold_says_how_many_fit() -> None:
+    """The complaint: on a line between all and none, eight roles recomputed 19 layers of 80 where 9 fit: the last
+    roles hold few microbatches, and what their layers keep is nearly free."""
+    roles, layers = 4, 16
+    params = {"layers": [{name: torch.empty(WIDTH, WIDTH, device="meta") for name in "ab"} for _ in range(layers)]}
+    given: dict[str, Any] = {"mesh": {"pp": roles}, "microbatches": 8, "reduce": "end"}
+    batch, mesh = torch.empty(8 * ROWS, WIDTH, device="meta"), Mesh((("pp", roles),))
+    problem = problem_of(spec(**given), params, batch, roles, "h100", 10**9)
+    one = Candidate(mesh.axes, 0, 8, "none", None, None, "end")
+    held = held_layers(problem, one, layers, sketched(problem).share)
+    assert held.chunk_of == (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
+    peaks = []
+    for count in range(layers + 1):
+        remat = one.remat if not count else FirstLayers(count, layers, (("layers",),)).rules
+        peaks.append(
+            fzero.lower(
+                spec(**given, remat=remat), params, batch, world_size=roles, decisions=by_rates(problem.machine, mesh)
+            ).memory.peak
+        )  # fmt: skip
+    each = (peaks[0] - peaks[-1]) / (held.most(0) - held.most(layers))
+    said = [held.fewest(peak, (0, peaks[0]), each) for peak in peaks]
+    on_a_line = [layers * (peaks[0] - peak) / (peaks[0] - peaks[-1]) for peak in peaks]
+    found = [min(n for n, peak in enumerate(peaks) if peak <= budget) for budget in peaks]
+    print(found, said, on_a_line)
+    for own, line, right in zip(said, on_a_line, found, strict=True):
+        assert right <= own <= right + (line - right) / 2 + 1
+    assert max(map(operator.sub, on_a_line, found)) > 8
+
+
 def test_where_none_or_all_is_right_no_part_is_taken() -> None:
     none, full = lowered("none").memory.peak, lowered("full").memory.peak
     assert full < none
@@ -103,4 +137,6 @@ def test_a_value_is_the_rule_of_each_stack() -> None:
     value = FirstLayers(2, 3, (("decoder", "layers"), ("encoder", "layers")))
     assert value.rules == {"decoder/layers/[01]/**": "full", "encoder/layers/[01]/**": "full"}
     assert str(value) == "2 of 3 layers"
+    assert replace(value, rest="gathers").rules == {**value.rules, "**": "gathers"}
+    assert str(replace(value, rest="gathers")) == "2 of 3 layers and gathers"
     assert replace(value, count=1).rules["decoder/layers/0/**"] == "full"
