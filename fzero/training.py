@@ -139,8 +139,8 @@ class Training:
         return tree.map(lambda p: p.to(torch.float32) if p.dtype in LOW else p, params)
 
     def _rounded(self, new: Any, old: Any, draw: Any) -> Any:
-        if self.precision.params is None:
-            return new
+        if draw is None or self.precision.params is None:
+            return new  # only 16-bit leaves are rounded, and their state has a key
         seed = draw[0] ^ draw[1]
         return tree.map(lambda n, o: n if n.dtype is o.dtype else optim.stochastic_round(n, seed), new, old)
 

@@ -36,7 +36,15 @@ from fzero.comm.agree import from_first, tell
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import recipe_for
 from fzero.disk.calls import Disk
-from fzero.errors import CheckpointError, CorruptError, DisagreementError, DonatedError, MismatchError, SpecError
+from fzero.errors import (
+    CheckpointError,
+    CorruptError,
+    DisagreementError,
+    DonatedError,
+    MismatchError,
+    SpecError,
+    leaf_name,
+)
 from fzero.plan.parallelism import AUTO
 from fzero.plan.state_plan import Plan
 from fzero.planner.chosen import with_chosen
@@ -309,11 +317,8 @@ def _tree(saved: Checkpoint, spec: Spec) -> Any:
         return PerRank(value) if record.per_rank else value
 
     manifest = saved.manifest
-    whole, structure, where = (
-        manifest.tree([leaf(record) for record in manifest.leaves]),
-        manifest.structure,
-        "the state",
-    )
+    whole, structure = manifest.tree([leaf(record) for record in manifest.leaves]), manifest.structure
+    where = "state"
     if spec.loss is not None:
         if not isinstance(whole, dict) or "params" not in whole:
             raise MismatchError(
@@ -321,16 +326,16 @@ def _tree(saved: Checkpoint, spec: Spec) -> Any:
             )
         inner = structure["dict"] if "dict" in structure else structure["other"][1]
         whole, structure, where = whole["params"], next(child for name, child in inner if name == "params"), "params"
-    for path, name in _foreign(structure, where):
+    for path, name in _foreign(structure):
         raise MismatchError(
             saved.directory,
-            f"has a {name} at {path}, which no file can make. Give load a tree with the same containers, as "
-            "fzero.init is given (only its shapes are read): like=params",
+            f"has {name} at {leaf_name(where, path)}, which no file can make. Give load the {where} that fzero.init "
+            f"was given, or one with the same containers (only its shapes are read): like={where}",
         )
     return whole
 
 
-def _foreign(structure: Any, path: str) -> Iterator[tuple[str, str]]:
+def _foreign(structure: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yields (path, type's name) of the containers that are not dict, list, tuple or None."""
     if not isinstance(structure, dict):
         return
@@ -339,7 +344,7 @@ def _foreign(structure: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, inner[0]
         return
     for name, child in inner if kind == "dict" else enumerate(inner):
-        yield from _foreign(child, f"{path}/{name}")
+        yield from _foreign(child, f"{path}/{name}" if path else str(name))
 
 
 def _shape_of(leaf: Any) -> Any:

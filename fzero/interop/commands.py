@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from fzero.checkpoint.commit import locate
 from fzero.checkpoint.reader import Checkpoint
 from fzero.errors import CheckpointError
 from fzero.interop import dcp_folder, huggingface
+from fzero.interop.config.read import read
 from fzero.interop.deepspeed_folder import deepspeed
 from fzero.interop.fitted import fitted
 from fzero.interop.incoming import write_checkpoint
@@ -42,7 +42,7 @@ def convert(arguments: argparse.Namespace) -> int:
     checkpoint = opened(source, part)
     below = ("params" if part is None else part) if isinstance(checkpoint, Checkpoint) else ""
     if arguments.to == "safetensors":
-        config: Any = json.loads(arguments.config.read_text("utf-8")) if arguments.config else None
+        config = read(arguments.config)[1] if arguments.config else None
         written = huggingface.export_safetensors(
             checkpoint, target, part=below, dtype=dtype, config=config, max_shard_bytes=arguments.max_shard_bytes
         )
@@ -78,6 +78,8 @@ def opened(path: Path, part: str | None) -> Source:
     if (path / dcp_folder.METADATA).is_file():
         return dcp_folder.NamedPart(dcp_folder.DcpFolder(path), part or "")
     if path.is_file() or (path / huggingface.INDEX).is_file() or (path / huggingface.SINGLE).is_file():
+        if part:
+            raise CheckpointError(path, f"holds tensors alone, so there is no part {part!r} of it. Leave --part out")
         return huggingface.HuggingFaceFolder(path)
     return Checkpoint(locate(path))
 

@@ -104,8 +104,8 @@ def local_args(
 ) -> list[Any]:
     """The positional arguments of a node's call on a chunk: shapes and bounds are those of the chunk."""
     args = list(args)
-    if not isinstance(result, TokenDim):
-        return args
+    if not isinstance(result, TokenDim) or not isinstance(node.meta["val"], torch.Tensor):
+        return args  # only ops of one result are told their shape
     shape = result.local_shape(node.meta["val"].shape, chunk)
     if node.target in SHAPED:
         args[SHAPED[node.target]] = shape
@@ -122,7 +122,7 @@ def local_args(
 
 
 def _read(node: fx.Node, result: int) -> bool:
-    return isinstance(node.meta["val"], torch.Tensor) or any(user.args[1] == result for user in node.users)
+    return isinstance(node.meta["val"], torch.Tensor) or any(u.users for u in node.users if u.args[1] == result)
 
 
 def _shifted(call: Call, known: Mapping[fx.Node, TokenDim]) -> TokenWays | None:

@@ -180,6 +180,25 @@ def test_what_is_held_and_moved_in_which_dtype(name: str, zero: int) -> None:
         assert travelled(one, "gathers")[0] == set()
 
 
+@pytest.mark.parametrize(("held", "given"), [("fp64", torch.float32), ("fp32", torch.bfloat16)])
+def test_parameters_held_wider_than_they_are_given(held: str, given: torch.dtype) -> None:
+    """The bits are those of parameters that were cast by hand. It was a TypeError: nothing is rounded, so nothing is
+    drawn, and no key is in the state."""
+    wide = {"fp64": torch.float64, "fp32": torch.float32}[held]
+    params = {"w": torch.linspace(-1, 1, 12).view(4, 3).to(given), "b": torch.zeros(3, dtype=given)}
+    loss = lambda p, x: (x @ p["w"] + p["b"]).square().mean()  # noqa: E731
+    batch = lambda rank, step: torch.linspace(0, 1 + rank + step, 8).view(2, 4)  # noqa: E731
+    found, by_hand = (
+        run(
+            fzero.Spec(loss=loss, optimizer=ADAMW, zero=3, precision=Precision(params=name, compute=held)), of, batch,
+            world=2, steps=2,
+        )
+        for name, of in ((held, params), (None, {name: x.to(wide) for name, x in params.items()}))
+    )  # fmt: skip
+    assert found.final["params/w"].dtype is wide
+    assert differing(found.final, by_hand.final) == []
+
+
 @pytest.mark.acceptance
 def test_the_narrow_gather_halves_the_bytes() -> None:
     for zero in (1, 2, 3):

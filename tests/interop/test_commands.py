@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from exchanged import same, spec_of, tied, trained
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fzero
 from fzero import cli
@@ -42,3 +42,23 @@ def test_convert_leads_from_every_form_to_every_other(tmp_path: Path, capsys: py
         assert said in capsys.readouterr().err
     assert cli.main(["convert", str(tmp_path / "run"), str(tmp_path / "x"), "--to", "fzero"]) == 2
     assert "is a checkpoint of fzero already" in capsys.readouterr().err
+
+
+def test_what_convert_cannot_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The words were of a JSON text without a name, and of dict.update; a part of a folder of tensors was not read."""
+    state = trained()
+    fzero.save(state, tmp_path / "run")
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "c.json").write_text('{"a": True}')
+    (tmp_path / "list.json").write_text("[1]")
+
+    def says(source: str, *more: str) -> str:
+        assert cli.main(["convert", str(tmp_path / source), str(tmp_path / "out"), "--to", *more]) == 2
+        return capsys.readouterr().err
+
+    wrong = says("run", "safetensors", "--config", str(tmp_path / "c.json"))
+    assert "c.json: line 1, column 7: 'T' cannot stand here. Write true" in wrong
+    wrong = says("run", "safetensors", "--config", str(tmp_path / "list.json"))
+    assert "list.json: holds list, but a configuration is a block of keys" in wrong
+    wrong = says("model.safetensors", "dcp", "--part", "params")
+    assert "holds tensors alone, so there is no part 'params' of it. Leave --part out" in wrong

@@ -16,6 +16,7 @@ from fzero.interop.config.given_fields import Given, finish
 from fzero.interop.config.ledger import Ledger
 from fzero.interop.config.others import refuse_others
 from fzero.interop.config.read import read
+from fzero.kernels.codecs import CODECS
 from fzero.precision import DTYPES, LossScale
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -70,12 +71,15 @@ def translated(ledger: Ledger, ranks: int) -> Given:
     micro, steps = _batch(ledger, replicas)
     chosen, schedule = optimizer(ledger)
     compute, precision = _precision(ledger)
+    local = chosen is not None and chosen.name in TAKES_LOCAL
+    if local:
+        _check_local(ledger, precision.get("precision"), placed["mesh"] or {})
     fields = {
         "optimizer": chosen,
         **placed,
         "microbatches": steps,
         **precision,
-        **_clipping(ledger, chosen is not None and chosen.name in TAKES_LOCAL),
+        **_clipping(ledger, local),
         **_zero(ledger, compute),
     }
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -340,6 +344,22 @@ def _clipping(ledger: Ledger, local: bool) -> dict[str, Any]:
         return {}
     ledger.became(CLIPPING, "nothing is clipped")
     return {"clip_norm": math.inf} if measured and ledger.has(f"{ZERO}.compute_grad_norm") else {}
+
+
+def _check_local(ledger: Ledger, precision: ConfigCall | None, mesh: Mapping[str, int]) -> None:
+    """Refuses at its key what an optimizer of local gradients leaves no place for."""
+    takes = f"{ledger.values['optimizer.type']} takes each rank's own gradients"
+    named = {} if precision is None else precision.named
+    if "loss_scale" in named:
+        path = "fp16.enabled" if named["compute"] == "fp16" else "torch_autocast.dtype"
+        why = f"{takes}, and what it keeps for the next step would be in units of a loss scale that changes"
+        ledger.refuse(path, why, "enable bf16 instead, which needs no loss scale")
+    if named.get("reduce") in CODECS:
+        why = f"{takes}, and sends them in codes of its own"
+        ledger.refuse(f"{ZERO}.zero_quantized_gradients", why, "take it out")
+    for axis, path in (("pp", "pipeline.stages"), ("tp", "tensor_parallel.autotp_size")):
+        if axis in mesh:
+            ledger.refuse(path, f"{takes}, all in one message, and a rank would have a part of them", "take it out")
 
 
 # --- beside the Spec --------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str
         raise ConfigError(f"config: is {type(source).__name__}: needed a file's name or a block of keys")
     path = Path(source)
     if not path.is_file():  # a pipe or a device may never end
-        raise ConfigError(f"{path}: there is no such file")
+        raise ConfigError(f"{path}: {_no_file(path)}")
     if path.stat().st_size > MOST_BYTES:
         raise ConfigError(f"{path}: has {path.stat().st_size:,} bytes, which no configuration needs")
     try:
@@ -53,6 +53,15 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> tuple[str, dict[str
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds {type(document).__name__}, but a configuration is a block of keys")
     return str(path), document
+
+
+def _no_file(path: Path) -> str:
+    """What a path is that is not a file, and for a folder which of its files may be meant."""
+    if not path.is_dir():
+        return "is not a file: a pipe or a device may never end" if path.exists() else "there is no such file"
+    meant = sorted(file.name for file in path.iterdir() if file.suffix in (".json", ".yaml", ".yml"))
+    shown = f"{', '.join(meant[:4])}{', ...' if len(meant) > 4 else ''}" or "no .json, .yaml or .yml"
+    return f"is a folder: give one of its files. It has {shown}"
 
 
 def from_json(text: str, where: str = "config") -> Any:

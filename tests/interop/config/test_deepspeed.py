@@ -147,6 +147,23 @@ def test_onebit_adam_maps_again_with_a_note() -> None:
     ]
 
 
+def test_what_onebit_adam_leaves_no_place_for_is_refused_at_its_key() -> None:
+    """All of it was a refusal of zero_optimization.stage."""
+    onebit = {**ROWS, "gradient_clipping": 0, "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 4}}}
+    coded = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+    for more, path in (
+        ({"fp16": {"enabled": True}}, "fp16.enabled"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
+        (coded, "zero_optimization.zero_quantized_gradients"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+    ):
+        with pytest.raises(ConfigError, match=r"OneBitAdam takes each rank's own gradients") as error:
+            ds_config({**onebit, **more}, world_size=2)
+        assert [refusal.path for refusal in error.value.refusals] == [path]
+    assert ds_config({**onebit, "bf16": {"enabled": True}}, world_size=2)["microbatches"] == 1
+
+
 def test_optimizers_that_are_refused() -> None:
     for kind, words in (
         ("Lamb", "bounds its trust ratio"), ("ZeroOneAdam", r"has it as a Spec\(step="), ("MuAdam", "library mup"),

@@ -98,6 +98,16 @@ def test_what_is_no_configuration_file(tmp_path: Path) -> None:
         read(tmp_path / "none.json")
 
 
+def test_a_folder_is_named_with_its_files(tmp_path: Path) -> None:
+    """It was "there is no such file" of a folder that is there."""
+    with pytest.raises(ConfigError, match=r"is a folder: give one of its files\. It has no \.json, \.yaml or \.yml"):
+        read(tmp_path)
+    for name in ("zero2.json", "a.yaml", "train.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"is a folder: give one of its files\. It has a\.yaml, zero2\.json$"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("translate", [ds_config, accelerate_config])
 def test_a_file_that_is_no_json_is_named(translate: Callable[[Path], object], tmp_path: Path) -> None:
     """The name of the file, the line and the column: not a JSONDecodeError of a text that nobody sees."""
@@ -133,7 +143,7 @@ def test_aliases_that_stand_for_too_much() -> None:
 def test_a_file_that_never_ends_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for endless in (tmp_path / "fifo", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="there is no such file"):
+        with pytest.raises(ConfigError, match="is not a file: a pipe or a device may never end"):
             read(endless)
     with open(tmp_path / "large.json", "wb") as file:
         file.truncate(1 << 30)
