@@ -73,6 +73,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of the global batch (default 64)")
     parser.add_argument("--length", type=int, default=1_024, help="tokens of a row (default 1,024)")
     parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--mesh", help="as pp=10,dp=5,tp=16, the slowest axis first (default: left open)")
+    parser.add_argument("--zero", type=int, choices=range(4), help="the stage (default: left open)")
     parser.add_argument("--reduce", choices=("each", "end"), help="of microbatches' gradients (default: by a rule)")
     parser.add_argument(
         "--memory-gb", type=float, help="what a rank may use (default: the hardware's less its headroom)"
@@ -80,12 +82,16 @@ def main() -> None:
     given = parser.parse_args()
     layers, width, heads, words = MODELS[given.model]
     tokens = torch.empty(given.rows, given.length, dtype=torch.int64, device="meta")
+    axes = [axis.partition("=") for axis in given.mesh.split(",")] if given.mesh else []
+    pinned = {"mesh": {name: int(size) for name, _, size in axes}} if axes else {}
+    pinned |= {"zero": given.zero} if given.zero is not None else {}
     spec = fzero.Spec(
         loss=loss_of(heads),
         optimizer=optim.adamw(1e-4),
         precision=given.precision,
         clip_norm=1.0,
         reduce=given.reduce,
+        **pinned,
     )
     began = time.perf_counter()
     try:

@@ -71,9 +71,7 @@ class _Again:
     layers: by op, the layers of a run. Only the methods `run` and `transfer` write these.
     """
 
-    def __init__(
-        self, program: Program, under: Sequence[bool], gathers: Sequence[bool], keep: frozenset[str]
-    ) -> None:
+    def __init__(self, program: Program, under: Sequence[bool], gathers: Sequence[bool], keep: frozenset[str]) -> None:
         self.program, self.keep = program, keep
         self.edits = rewrite.Edits()
         self.readers = rewrite.reads_of(program.ops)
