@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
-from fzero import hardware, optim
+from fzero import P, groups, hardware, optim
 
 MODELS = {  # layers, width, heads, words
     "gpt2": (12, 768, 12, 50_257),
@@ -30,6 +30,13 @@ MODELS = {  # layers, width, heads, words
     "70b": (80, 8_192, 64, 32_000),
     "405b": (126, 16_384, 128, 128_256),
     "1t": (128, 25_600, 160, 51_200),
+}
+MEGATRON = {  # where a mesh with `tp` is given: else the planner finds them
+    "blocks/*/qkv": P(groups("tp", 3)),
+    "blocks/*/out": P(None, "tp"),
+    "blocks/*/up": P("tp"),
+    "blocks/*/down": P(None, "tp"),
+    "words": P("tp"),
 }
 
 
@@ -83,7 +90,8 @@ def main() -> None:
     layers, width, heads, words = MODELS[given.model]
     tokens = torch.empty(given.rows, given.length, dtype=torch.int64, device="meta")
     axes = [axis.partition("=") for axis in given.mesh.split(",")] if given.mesh else []
-    pinned = {"mesh": {name: int(size) for name, _, size in axes}} if axes else {}
+    pinned: dict[str, Any] = {"mesh": {name: int(size) for name, _, size in axes}} if axes else {}
+    pinned |= {"shard": MEGATRON} if "tp" in pinned.get("mesh", {}) else {}
     pinned |= {"zero": given.zero} if given.zero is not None else {}
     spec = fzero.Spec(
         loss=loss_of(heads),
