@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--mesh", help="as pp=10,dp=5,tp=16, the slowest axis first (default: left open)")
     parser.add_argument("--zero", type=int, choices=range(4), help="the stage (default: left open)")
+    parser.add_argument("--microbatches", type=int, help="of a rank's rows (default: left open)")
     parser.add_argument("--reduce", choices=("each", "end"), help="of microbatches' gradients (default: by a rule)")
     parser.add_argument(
         "--memory-gb", type=float, help="what a rank may use (default: the hardware's less its headroom)"
@@ -92,13 +93,12 @@ def main() -> None:
     axes = [axis.partition("=") for axis in given.mesh.split(",")] if given.mesh else []
     pinned: dict[str, Any] = {"mesh": {name: int(size) for name, _, size in axes}} if axes else {}
     pinned |= {"shard": MEGATRON} if "tp" in pinned.get("mesh", {}) else {}
-    pinned |= {"zero": given.zero} if given.zero is not None else {}
+    pinned |= {name: x for name in ("zero", "microbatches", "reduce") if (x := getattr(given, name)) is not None}
     spec = fzero.Spec(
         loss=loss_of(heads),
         optimizer=optim.adamw(1e-4),
         precision=given.precision,
         clip_norm=1.0,
-        reduce=given.reduce,
         **pinned,
     )
     began = time.perf_counter()

@@ -56,6 +56,19 @@ def test_tokens_stay_in_parts_where_else_nothing_fits() -> None:
     assert fzero.lower(pasted, params(), rows(8), world_size=4).digest == found.lowered.digest
 
 
+def test_gathers_are_repeated_where_that_is_enough() -> None:
+    """Less memory than without, less time than all layers twice; only where tokens stay in parts."""
+    given: dict[str, Any] = {"microbatches": 1, "offload": None, "zero": 0, "sequence": "tp"}
+    none, gathers, full = (planned(**given, remat=remat) for remat in ("none", "gathers", "full"))
+    assert full.peak < gathers.peak < none.peak
+    assert none.seconds < gathers.seconds < full.seconds
+    found = planned((gathers.peak + none.peak) // 2, **given)
+    assert found.seconds <= gathers.seconds
+    assert any(row.candidate.remat == "gathers" for row in found.table)
+    whole = planned((gathers.peak + none.peak) // 2, **{**given, "sequence": None})
+    assert not any(row.candidate.remat == "gathers" for row in whole.table)
+
+
 def test_a_length_that_the_ranks_do_not_divide_is_planned_without_parts() -> None:
     """Three tokens over two ranks: such candidates are refused, others of their mesh are tried."""
     spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), mesh={"tp": 2}, shard=RULES)
