@@ -187,7 +187,9 @@ def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(
 ) -> None:
     """One byte less than the least is refused, the least itself is planned; the ways out are lowered programs."""
     few, rows = 5 * width * width, 2 * world
-    with pytest.raises(NothingFitsError, match=rf"nothing fits {world} rank{"s" * (world > 1)} with 0\.\d\d MB each") as caught:
+    with pytest.raises(
+        NothingFitsError, match=rf"nothing fits {world} rank{'s' * (world > 1)} with 0\.\d\d MB each"
+    ) as caught:
         planned(n=n, width=width, world=world, memory=few, rows=rows, most=4 if whole else 2)
     least = caught.value.least
     assert least is not None
