@@ -84,10 +84,10 @@ class Spec:
     prefetch_bytes: a gather starts early only while gathered buffers stay below this. A segment that needs more still
     gets what it needs, so no number is too small.
     overlap: False waits for every transfer at its start (same bits, slower).
-    remat: "none", "full" (a layer saves its input and recomputes the rest in the backward), "gathers" (activations
-    that a layer gathered are gathered again), "offload" (saved activations are on the host until the backward), or path
-    rules of parameters to them, as {"blocks/**": "full"}. Same bits, less memory; "full" takes up to a third more
-    compute, "gathers" sends bytes, "offload" moves them.
+    remat: "none", "full" (a layer saves its input and recomputes the rest in the backward), "gathers" (with
+    `sequence=`: activations that a layer gathered are gathered again), "offload" (saved activations are on the host
+    until the backward), or path rules of parameters to them, as {"blocks/**": "full"}. Same bits, less memory; "full"
+    takes up to a third more compute, "gathers" sends bytes, "offload" moves them.
     loss_chunks: with a loss of a linear layer's logits (a language model's), the number of chunks of each sequence for
     which logits, loss and their gradients are computed, one after the other: the logits of one chunk exist at a time,
     and nothing is computed twice. The bits are those of a loss written in as many chunks; `fzero.evaluate` is not

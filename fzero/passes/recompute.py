@@ -135,14 +135,16 @@ class _Again:
         self._repeat([start, Op("wait", (start.writes[0],), why=start.why)], [target])
 
     def _gathered(self, op: Op, result: Ref) -> bool:
-        """Whether a result of a run is what was gathered, in another order."""
+        """Whether a result of a run is all of what was gathered, in another order."""
         graph = self.program.segments[op.segment].graph
         node = fx_nodes.outputs(graph)[op.writes.index(result)]
         while fx_nodes.is_view(node) or (fx_nodes.is_compute(node) and op_info.of(node.target).meaning == "copy"):
             node = fx_nodes.operand(node)
         read = dict(zip(fx_nodes.placeholders(graph), op.reads, strict=True)).get(node)
         maker = self.writers.get(read.name, -1) if read is not None else -1
-        return maker >= 0 and self.program.ops[maker].gathers
+        if read is None or maker < 0 or not self.program.ops[maker].gathers:
+            return False
+        return self.program.buffers[result.name].nbytes >= self.program.buffers[read.name].nbytes
 
     def _read_late(self, ref: Ref, op: Op) -> bool:
         """Whether the backward of this op's chunk reads a value."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fzero.errors import FzeroError
 from fzero.planner.candidates import GATHERS, Candidate
 from fzero.planner.deep import is_deep, shallow_say
 from fzero.planner.equal_layers import Layers, Stack
@@ -16,6 +17,8 @@ from fzero.planner.held_layers import held_layers
 from fzero.planner.planned import Row
 from fzero.planner.search import Search
 
+MOST_SHARE = 0.9  # kept of layers that are recomputed: on one rank, which gathers nothing, it may be all
+A_PROBE = 0.5  # of a try
 TRIES, OPS = 5, 15_000  # programs that are lowered in full: as many as have so many ops, and not more than that
 ROOM = 0.01  # of the budget, left by what is proposed for a deep pipeline, of which few can be tried
 DIGITS = "0123456789"
@@ -79,7 +82,8 @@ def fewest_layers(done: Search) -> Row | None:
         if one is None or seconds >= best.seconds:
             break
         if _probes(done, one):
-            continue  # and it may no longer be the fastest
+            left -= A_PROBE
+            continue  # it may no longer be the fastest
         tried.add(one)
         fitted, left = _fewest(done, one, problem.equal, left)
         if fitted is not None:
@@ -101,10 +105,15 @@ def _probes(done: Search, one: Candidate) -> bool:
 def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[Row | None, float]:
     """(the row with the fewest layers recomputed that fits, how much may still be tried): proposed by what layers hold,
     then by what each proposal was found to take, until one layer less does not fit, or is no faster."""
-    held, fitted = held_layers(done.problem, one, layers.depth, done.share), None
+    try:
+        held, fitted = held_layers(done.problem, one, layers.depth, min(done.share, MOST_SHARE)), None
+    except FzeroError:  # as of a schedule for other microbatches
+        return None, left
     full = replace(one, remat="full")
     budget = done.problem.budget * (1 - ROOM * (is_deep(done.problem) and one.ranks.roles > 1))
     each = (_bytes(done, one, full) - _bytes(done, full, one)) / (held.most(0) - held.most(layers.depth))
+    if each <= 0:
+        return None, left
     low, high = 0, layers.depth  # of numbers of layers, one that does not fit, and one that does
     count = held.fewest(budget, (high, done.likely(full)[1]), each)
     count = min(max(count, 1), high - 1)
@@ -128,13 +137,15 @@ def _bytes(done: Search, one: Candidate, other: Candidate) -> float:
 
 
 def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate]]:
-    """(seconds, a candidate) where all layers fit and none does, on the line between both."""
+    """(seconds, a candidate) where all layers fit and none does: at most those on the line between both."""
     budget, deep = done.problem.budget, is_deep(done.problem)
     for one in done.estimates:
         if one.remat not in ("none", GATHERS) or (deep and not shallow_say(done.problem, one.ranks)):
             continue  # of a deep model each such program takes minutes
         if (full := replace(one, remat="full")) not in done.estimates:
             continue  # as of the default
+        if any(end in done.rows and done.rows[end].refused for end in (one, full)):
+            continue
         seconds, peak = done.likely(one)
         slower, least = done.likely(full)
         if peak <= budget or least >= budget or peak <= least:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero import optim, tree
+from fzero import P, optim, tree
 from fzero.hardware import Device, Hardware
 from fzero.ir.mesh import Mesh
 from fzero.planner.candidates import Candidate
@@ -94,6 +94,40 @@ def test_what_the_layers_of_a_pipeline_hold_says_how_many_fit() -> None:
     for own, line, right in zip(said, on_a_line, found, strict=True):
         assert right <= own <= right + (line - right) / 2 + 1
     assert max(map(operator.sub, on_a_line, found)) > 8
+
+
+def test_a_schedule_for_other_microbatches_is_no_end_of_a_plan() -> None:
+    """The complaint: with microbatches left open, a candidate that the schedule refuses ended the plan."""
+    order = fzero.pipeline.make_schedule("1f1b", 2, 4)
+    one = fzero.Spec(
+        loss=loss, optimizer=optim.sgd(1e-3), mesh={"pp": 2}, pipeline=order, offload=None, zero=0, reduce="end"
+    )
+    batch = torch.empty(8 * ROWS, WIDTH, device="meta")
+    planned = fzero.plan(one, PARAMS, batch, world_size=2, hardware="h100", memory=5_600_000)
+    assert planned.spec.microbatches == 4
+
+
+def test_layers_that_keep_as_much_again_are_no_end_of_a_plan() -> None:
+    """The complaint: a division by zero, of layers that gather all that they keep: on one rank recomputing saves
+    nothing, over tensor parallelism it does."""
+
+    def linear(p: Any, x: Tensor) -> Tensor:
+        for layer in p["layers"]:
+            x = x @ layer["a"]
+        return x.square().mean()
+
+    given: dict[str, Any] = {
+        "mesh": {"tp": 2}, "shard": {"layers/*/a": P(None, "tp")}, "sequence": "tp", "zero": 0, "microbatches": 1,
+    }  # fmt: skip
+    params = {"layers": [{"a": torch.empty(WIDTH, WIDTH, device="meta")} for _ in range(LAYERS)]}
+    batch = torch.empty(8 * ROWS, WIDTH, device="meta")
+    one = fzero.Spec(loss=linear, optimizer=optim.sgd(1e-3), offload=None, **given)
+    none, full = (
+        fzero.lower(one.but(remat=remat), params, batch, world_size=2).memory.peak for remat in ("none", "full")
+    )
+    assert full < none
+    planned = fzero.plan(one, params, batch, world_size=2, hardware="h100", memory=(full + none) // 2)
+    assert planned.peak <= (full + none) // 2 < none
 
 
 def test_where_none_or_all_is_right_no_part_is_taken() -> None:

@@ -26,7 +26,7 @@ APART = 2  # runs from one use to the next that a move needs more than: beside o
 
 def offload_activations(program: Program, rules: Mapping[str, str], ahead: int = 1) -> Program:
     """The program with the values that `rules` say "offload" for on the host between forward and backward; itself where
-    none does. `rules` map path rules of parameters to "offload", "full" or "none"; the first match wins."""
+    none does. `rules` map path rules of parameters to "offload" or another word; the first match wins."""
     if "offload" not in rules.values():
         return program
     runs = [i for i, op in enumerate(program.ops) if op.computes]
