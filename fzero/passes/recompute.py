@@ -11,7 +11,7 @@ A transfer between two such segments is repeated too, on all ranks of its axis, 
 or a gather as many. A gather and an exchange do: their source is made again, or is a part. A sum over ranks does not.
 The op says both numbers. A source that an earlier layer made is kept: it is what that layer hands on, and to make it
 again would run all layers before it again, at once. Under "gathers" nothing is computed again: a layer keeps its part
-of what it gathered, and gathers that again.
+of what it gathered, and gathers that again; a copy of it in another order is copied again.
 
     run x0 w0 -> x1 a1;  run x1 w1 -> x2 a2;  run g2 a2 w1 -> g1 ...
     becomes   run x0 w0 -> x1;  run x1 w1 -> x2;  run x1 w1 -> a2.again;  run g2 a2.again w1 -> g1 ...
@@ -115,8 +115,8 @@ class _Again:
         Its source is made again too, by the run of the same layer that made it, or is kept."""
         target, source = op.writes[0], op.reads[0]
         uses = self.late.get(target.name, [])
-        alone = self.gathers if op.gathers else self.full
-        readers = [i for i, _ in self.readers.get(target.name, ()) if self.full[i] or alone[i]]
+        readers = [i for i, _ in self.readers.get(target.name, ())]
+        readers = [i for i in readers if self.full[i] or (op.gathers and self.gathers[i])]
         if not uses or not readers or target.name in self.keep or any(chunk != op.chunk for _, chunk in uses):
             return
         maker = self.writers.get(source.name, -1)  # -1: it is held anyway

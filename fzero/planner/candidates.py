@@ -17,14 +17,14 @@ from typing import Any
 from fzero.compile.resolve import mesh_of
 from fzero.hardware import Hardware
 from fzero.ir.mesh import DATA, PIPELINE, Mesh
+from fzero.passes.recompute import GATHERS
 from fzero.pipeline import CHUNKS, Pipeline
 from fzero.plan.parallelism import AUTO
 from fzero.shard.partition import P
 from fzero.spec import Spec
 
 STAGES = (0, 1, 2, 3)
-GATHERS = "gathers"  # the value of `remat` that makes a difference where tokens stay in parts
-REMATS = ("none", "full", GATHERS)
+REMATS = ("none", "full", GATHERS)  # the last makes a difference where tokens stay in parts
 MOST_MICROBATCHES = 64
 INTERLEAVED = (2, 4)  # chunks a role
 EMPTY: Mapping[str, P] = MappingProxyType({})

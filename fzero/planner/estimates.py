@@ -18,7 +18,8 @@ from fzero.cost.rates import Rates
 from fzero.hardware import Hardware
 from fzero.hardware.machine import Host
 from fzero.ir.mesh import DATA, Mesh
-from fzero.planner.candidates import GATHERS, Candidate, sharded
+from fzero.passes.recompute import GATHERS
+from fzero.planner.candidates import Candidate, sharded
 from fzero.planner.programs import bucket_choice
 
 TENSOR = "tp"  # the axis of rules that were found

@@ -28,9 +28,9 @@ SHOWN = 160  # characters of a refusal
 @dataclass
 class Search:
     """What came of the candidates of a problem. estimates: by the sketch, seconds and bytes of all. share: by it, what
-    is kept of layers that are recomputed, of all that layers keep. rows: of those that
-    were tried. programs: of those that were lowered in full. pressed: of these, the ones that were lowered under the
-    budget. Only its methods write the fields."""
+    is kept of layers that are recomputed, of all that layers keep. rows: of those that were tried. programs: of those
+    that were lowered in full. pressed: of these, the ones that were lowered under the budget. Only its methods write
+    the fields."""
 
     problem: Problem
     estimates: Mapping[Candidate, tuple[float, int]]

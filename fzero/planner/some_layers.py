@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fzero.errors import FzeroError
-from fzero.planner.candidates import GATHERS, Candidate
+from fzero.passes.recompute import GATHERS
+from fzero.planner.candidates import Candidate
 from fzero.planner.deep import is_deep, shallow_say
 from fzero.planner.equal_layers import Layers, Stack
 from fzero.planner.held_layers import held_layers
@@ -111,7 +112,7 @@ def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[
         return None, left
     full = replace(one, remat="full")
     budget = done.problem.budget * (1 - ROOM * (is_deep(done.problem) and one.ranks.roles > 1))
-    each = (_bytes(done, one, full) - _bytes(done, full, one)) / (held.most(0) - held.most(layers.depth))
+    each = _saved(done, one, full) / (held.most(0) - held.most(layers.depth))
     if each <= 0:
         return None, left
     low, high = 0, layers.depth  # of numbers of layers, one that does not fit, and one that does
@@ -130,10 +131,11 @@ def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[
     return fitted, left
 
 
-def _bytes(done: Search, one: Candidate, other: Candidate) -> float:
-    """What a candidate needs, by the same means as another: as both were found, or as the sketch says of both."""
-    found = [done.rows[each].peak for each in (one, other) if each in done.rows and not done.rows[each].refused]
-    return float(found[0]) if len(found) == 2 else float(done.estimates[one][1])
+def _saved(done: Search, one: Candidate, full: Candidate) -> int:
+    """The bytes that all layers save: as both were found, or as the sketch says of both."""
+    if one in done.rows and full in done.rows:
+        return done.rows[one].peak - done.rows[full].peak
+    return done.estimates[one][1] - done.estimates[full][1]
 
 
 def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate]]:
