@@ -1,13 +1,18 @@
-"""schedule_reductions: a gradient bucket is reduced when it is complete (stages 0, 2, 3) or at the backward's end (1).
+"""schedule_reductions: a gradient bucket is reduced when it is complete, beside compute.
 
-A bucket that is reduced with each microbatch is so when it is complete, at stage 1 too: of the others a rank then keeps
-its share alone. In a pipeline the backwards of microbatches end together, behind the last, and a role would hold the
-gradients of all of them.
+A sum over microbatches follows as soon as both of its terms are there. A reduction starts when its bucket is complete,
+and a sum over a further axis when what it sums has arrived. No more than the gradients of a layer are in flight: before
+one starts that would be more, the first are waited for. Without overlap each is waited for at once.
 
-A sum over microbatches follows as soon as both of its terms are there. A reduction that starts when its bucket is
-complete is waited for after the next segment. So one reduction is in flight beside the compute, and a full bucket
-outlives its reduction by no more. The reductions at the end overlap one another. Without overlap each is waited for at
-once.
+At stage 1 a rank keeps whole gradients until the end of the backward, and nothing is waited for before that. What is
+reduced with each microbatch is so as at stage 2: of the others a rank then keeps its share alone. In a pipeline the
+backwards of microbatches end together, behind the last, and a role would hold the gradients of all of them.
+
+In a pipeline all roles wait for one that waits. The buckets of a chunk, which are complete at about the same time, are
+waited for where the first of the next chunk starts.
+
+Reductions that receive into buffers of the program take that memory where they start, in the backward, when there is
+least. At stage 1 these start at the end, and overlap one another; else they are waited for behind the next segment.
 
     run bwd1; run bwd0; reduce g1; wait; reduce g0; wait
     becomes   run bwd1; reduce g1; run bwd0; wait g1; reduce g0; ...
@@ -16,40 +21,34 @@ once.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from fzero.ir import rewrite
 from fzero.ir.op import Op
 from fzero.ir.program import Program
+from fzero.plan.pipeline_cut import layer_of
 
 
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
-    """The program with each gradient bucket reduced as its `reduce_when` says; with `overlap`, beside compute."""
+    """The program with each gradient bucket reduced when it is complete and, with `overlap`, beside compute."""
     ops = _sums_early(list(program.ops))
     arrived = {op.target for op in ops if op.transfers}
-    at_once = _at_once(program, arrived)
-    pairs: dict[str, tuple[Op, Op]] = {}
-    rest: list[Op] = []
-    waits = {op.reads[0].name: op for op in ops if op.is_wait}
-    for op in ops:
-        if _reduced_bucket(program, op) in at_once and op.reads[0].name not in arrived:
-            pairs[op.writes[0].name] = (op, waits[op.writes[0].name])
-        elif not (op.is_wait and op.reads[0].name in pairs):
-            rest.append(op)
-    rest = _placed(rest, list(pairs.values()), overlap)
-    if overlap:
-        rest = _staggered(program, rest, at_once)
-    return rewrite.finish(program, "schedule_reductions", ops=_sums_early(rest))
-
-
-def _at_once(program: Program, arrived: set[str]) -> set[str]:
-    """The buckets whose gradients are reduced as soon as they are complete. arrived: what reductions bring, of which
-    the sum over a further axis is no reduction of another microbatch."""
-    first = (op for op in program.ops if not arrived & {ref.name for ref in op.reads})
-    often = Counter(_reduced_bucket(program, op) for op in first)
-    return {name for name, bucket in program.buckets.items() if bucket.reduce_when == "produced" or often[name] > 1}
+    found = [op for op in ops if _reduced_bucket(program, op) is not None]
+    first = [op for op in found if op.reads[0].name not in arrived]
+    often = Counter(_reduced_bucket(program, op) for op in first)  # a sum over a further axis is no other microbatch's
+    at_end = {name for name, bucket in program.buckets.items() if bucket.reduce_when == "end" and often[name] <= 1}
+    kept = {op.target for op in found if _reduced_bucket(program, op) in at_end}
+    if not overlap or any(len(op.writes) > 1 for op in found):
+        ops = _soon(ops, [op for op in first if op.target not in kept], overlap)
+        ops = _staggered(ops, kept) if overlap else ops
+    else:
+        once = {op.target for op in found if program.role is not None and often[_reduced_bucket(program, op)] == 1}
+        for starts in (first, [op for op in found if op not in first]):
+            ops = _beside(program, ops, starts, once - kept, kept)
+    return rewrite.finish(program, "schedule_reductions", ops=_sums_early(ops))
 
 
 def _reduced_bucket(program: Program, op: Op) -> str | None:
@@ -60,29 +59,57 @@ def _reduced_bucket(program: Program, op: Op) -> str | None:
     return bucket if bucket in program.buckets else None
 
 
-def _placed(ops: list[Op], pairs: list[tuple[Op, Op]], overlap: bool) -> list[Op]:
-    """The ops with each reduction behind the last write to its bucket, and its wait behind the next segment."""
-    reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
-    segments = [i for i, op in enumerate(ops) if op.in_region]
+@dataclass(frozen=True)
+class _Reduction:
+    """start, wait: its ops. complete: the op behind which its bucket is. chunk: of that op, in a pipeline. read: the
+    first op that reads what it brings."""
+
+    start: Op
+    wait: Op
+    complete: int
+    chunk: int | None
+    read: int
+
+
+def _taken_out(ops: Sequence[Op], starts: Sequence[Op]) -> tuple[list[Op], list[_Reduction]]:
+    """(the ops without these reductions and their waits, the reductions in their order)."""
+    waits = {op.reads[0].name: op for op in ops if op.is_wait}
+    taken = {id(op) for start in starts for op in (start, waits[start.target])}
+    rest = [op for op in ops if id(op) not in taken]
+    reads, last = rewrite.reads_of(rest), dict[str, int]()
+    for index, op in enumerate(rest):
+        last |= {ref.name: index for ref in (op.reads if op.is_wait else op.writes)}
+    found = []
+    for start in starts:
+        complete = last[start.reads[0].name]
+        read = min((i for i, _ in reads.get(start.target, ())), default=len(rest))
+        found.append(_Reduction(start, waits[start.target], complete, rest[complete].chunk, read))
+    return rest, found
+
+
+def _soon(ops: list[Op], starts: Sequence[Op], overlap: bool) -> list[Op]:
+    """The ops with each of these reductions where its bucket is complete, and its wait behind the next segment."""
+    rest, found = _taken_out(ops, starts)
+    segments = [i for i, op in enumerate(rest) if op.in_region]
     edits = rewrite.Edits()
-    for start, wait in pairs:
-        complete = writes[start.reads[0].name][-1][0]
-        needed = min((i for i, _ in reads.get(start.writes[0].name, ())), default=len(ops))
-        following = bisect_right(segments, complete)
-        beside = overlap and following < len(segments) and segments[following] < needed
-        edits.after[complete][:0] = [start] if beside else [start, wait]
+    for one in found:
+        following = bisect_right(segments, one.complete)
+        beside = overlap and following < len(segments) and segments[following] < one.read
+        edits.after[one.complete][:0] = [one.start] if beside else [one.start, one.wait]
         if beside:
-            edits.after[segments[following]].insert(0, wait)
-    return edits.spliced(ops)
+            edits.after[segments[following]].insert(0, one.wait)
+    return edits.spliced(rest)
 
 
-def _staggered(program: Program, ops: list[Op], at_once: Collection[str]) -> list[Op]:
+def _staggered(ops: list[Op], targets: Collection[str]) -> list[Op]:
     """The ops with each of several consecutive reductions waited for after the next has started."""
     result: list[Op] = []
     index = 0
     while index < len(ops):
         chain: list[tuple[Op, Op]] = []
-        while index + 1 < len(ops) and _end_pair(program, ops[index], ops[index + 1], at_once):
+        while index + 1 < len(ops) and ops[index].transfers and ops[index].target in targets:
+            if ops[index + 1].reads[0].name != ops[index].target or not ops[index + 1].is_wait:
+                break
             if chain and ops[index].reads[0].name == chain[-1][0].target:
                 break  # the sum over a further axis, of what the one before brings
             chain.append((ops[index], ops[index + 1]))
@@ -98,9 +125,39 @@ def _staggered(program: Program, ops: list[Op], at_once: Collection[str]) -> lis
     return result
 
 
-def _end_pair(program: Program, op: Op, after: Op, at_once: Collection[str]) -> bool:
-    bucket = _reduced_bucket(program, op)
-    return bucket is not None and bucket not in at_once and after.is_wait and after.reads[0].name == op.writes[0].name
+def _beside(
+    program: Program, ops: list[Op], starts: Sequence[Op], by_chunk: Collection[str], kept: Collection[str]
+) -> list[Op]:
+    """The ops with each of these reductions where its bucket is complete, and its wait where another over its axis
+    starts with which more than a layer would be in flight, but before what it brings is read. by_chunk: targets that
+    are waited for where one of another chunk starts. kept: targets that are waited for where they are read."""
+    rest, found = _taken_out(ops, starts)
+    room, edits, waited = _most_of_a_layer(program), rewrite.Edits(), set[str]()
+    in_flight = defaultdict[str | None, list[_Reduction]](list)
+    for one in sorted(found, key=lambda one: one.complete):
+        before = [other for other in in_flight[one.start.axis] if other.read > one.complete]
+        due: list[_Reduction] = []
+        if one.start.target in by_chunk:
+            due = [other for other in before if other.chunk != one.chunk]
+        elif one.start.target not in kept:
+            sizes = [program.buffers[other.start.reads[0].name].numel for other in (*before, one)]
+            due = [other for n, other in enumerate(before) if sum(sizes[n:]) > room]
+        in_flight[one.start.axis] = [other for other in (*before, one) if other not in due]
+        waited |= {other.start.target for other in due}
+        edits.after[one.complete] += [*(other.wait for other in due), one.start]
+    for one in found:
+        if one.start.target not in waited:
+            edits.before[one.read].append(one.wait)
+    return edits.spliced(rest)
+
+
+def _most_of_a_layer(program: Program) -> int:
+    """The elements of the largest layer, by its numbered leaves; of the largest bucket where none are."""
+    layers: Counter[str] = Counter()
+    for bucket in program.buckets.values():
+        for layer, numbered in {layer_of(slot.path) for slot in bucket.slots}:
+            layers[layer] += bucket.length * numbered
+    return max(layers.values(), default=0) or max((bucket.length for bucket in program.buckets.values()), default=0)
 
 
 def _sums_early(ops: list[Op]) -> list[Op]:

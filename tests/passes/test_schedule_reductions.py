@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +25,7 @@ BUFFERS = "".join(
     buffer r:{name} f32[32] grad bucket={name} sharded=dp
     buffer o:{name} f32[32] grad bucket={name} sharded=dp
     buffer p:{name} f32[32] param bucket={name} sharded=dp
+    buffer s:{name} f32[32] scratch bucket={name}
     """
     for name in "abc"
 ) + """
@@ -47,6 +50,11 @@ STEP = """
 """
 
 
+def receiving(text: str) -> str:
+    """The same ops with a buffer for what each reduction receives."""
+    return re.sub(r"(reduce_scatter \S+ -> r:)(\w)", r"\1\2 s:\2", text)
+
+
 def scheduled(text: str, *, overlap: bool = True, end: str = "", mesh: str = "dp=2") -> list[str]:
     """The ops of a step. end: the buckets that are reduced at the end."""
     records = BUFFERS
@@ -56,23 +64,55 @@ def scheduled(text: str, *, overlap: bool = True, end: str = "", mesh: str = "dp
     return shown(schedule_reductions(program, overlap).ops)
 
 
-def test_a_reduction_starts_when_its_bucket_is_complete_and_is_waited_for_behind_the_next_segment() -> None:
+def test_no_more_than_a_layer_is_in_flight() -> None:
+    """Of buckets as large as a layer that is one: the one before is waited for where the next starts."""
     assert scheduled(STEP) == lines(
         """
         run h -> g:a
         reduce_scatter g:a -> r:a  axis=dp
         run h -> g:b[0:32:32]
-        wait r:a
         run h -> g:b[32:64:32]
+        wait r:a
         reduce_scatter g:b -> r:b  axis=dp
         run h -> g:c
-        reduce_scatter g:c -> r:c  axis=dp
-        wait r:c
         wait r:b
+        reduce_scatter g:c -> r:c  axis=dp
         all_reduce_small n -> m  axis=dp
         wait m
+        wait r:c
         run r:a r:b r:c m -> p:a
         """
+    )
+
+
+def test_the_buckets_of_a_layer_are_in_flight_together() -> None:
+    """Two buckets of one layer, and the first of the next: the oldest is waited for."""
+    records = BUFFERS.replace("wa[0:64:64]", "l/0/wa[0:64:64]").replace("wb[0:64:64]", "l/0/wb[0:64:64]")
+    records = records.replace("wc[0:64:64]", "l/1/wc[0:64:64]")
+    ops = shown(schedule_reductions(written(records + STEP, mesh="dp=2")).ops)
+    assert ops[5:8] == lines("run h -> g:c\nwait r:a\nreduce_scatter g:c -> r:c  axis=dp")
+    assert ops[-3:-1] == ["wait r:b", "wait r:c"]
+
+
+def test_one_with_a_receive_buffer_is_waited_for_behind_the_next_segment() -> None:
+    assert scheduled(receiving(STEP)) == lines(
+        receiving(
+            """
+            run h -> g:a
+            reduce_scatter g:a -> r:a  axis=dp
+            run h -> g:b[0:32:32]
+            wait r:a
+            run h -> g:b[32:64:32]
+            reduce_scatter g:b -> r:b  axis=dp
+            run h -> g:c
+            reduce_scatter g:c -> r:c  axis=dp
+            wait r:c
+            wait r:b
+            all_reduce_small n -> m  axis=dp
+            wait m
+            run r:a r:b r:c m -> p:a
+            """
+        )
     )
 
 
@@ -87,7 +127,23 @@ def test_a_wait_comes_before_the_next_start() -> None:
         reduce_scatter g:a -> r:a  axis=dp
         wait r:a
     """
-    assert scheduled(text)[2:6] == lines("run h -> g:b\nwait r:a\nreduce_scatter g:b -> r:b  axis=dp\nrun h -> g:c")
+    expected = lines("run h -> g:b\nwait r:a\nreduce_scatter g:b -> r:b  axis=dp\nrun h -> g:c")
+    assert scheduled(text)[2:6] == expected
+    assert scheduled(receiving(text))[2:6] == lines(receiving("\n".join(expected)))
+
+
+def test_at_stage_1_nothing_is_waited_for_in_the_backward() -> None:
+    done = scheduled(STEP, end="abc")
+    assert done[1] == "reduce_scatter g:a -> r:a  axis=dp"
+    assert done[-4:] == lines("wait r:a\nwait r:b\nwait r:c\nrun r:a r:b r:c m -> p:a")
+
+
+def test_the_buckets_of_a_chunk_are_in_flight_together() -> None:
+    """They are waited for where the first of the next chunk starts: in a pipeline others wait for a role that waits."""
+    text = STEP.replace("g:a  region=r0", "g:a  region=r0 chunk=1").replace("]  region=r0", "]  region=r0 chunk=1")
+    program = written(BUFFERS + text.replace("g:c  region=r0", "g:c  region=r0 chunk=0"), mesh="pp=2 dp=2")
+    ops = shown(schedule_reductions(replace(program, role=0)).ops)
+    assert ops[5:9] == lines("run h -> g:c\nwait r:a\nwait r:b\nreduce_scatter g:c -> r:c  axis=dp")
 
 
 def test_without_overlap_it_is_waited_for_at_once() -> None:
@@ -104,8 +160,9 @@ def test_what_the_next_segment_reads_is_waited_for_at_once() -> None:
 
 
 def test_those_at_the_end_overlap_one_another() -> None:
-    assert scheduled(STEP, end="abc")[4:] == lines(
-        """
+    step = receiving(STEP)
+    assert scheduled(step, end="abc")[4:] == lines(
+        receiving("""
         all_reduce_small n -> m  axis=dp
         wait m
         reduce_scatter g:a -> r:a  axis=dp
@@ -115,27 +172,44 @@ def test_those_at_the_end_overlap_one_another() -> None:
         wait r:b
         wait r:c
         run r:a r:b r:c m -> p:a
-        """
+        """)
     )
-    last = STEP.partition("    run r:a")[0]
-    assert scheduled(last, end="abc")[-4:] == scheduled(STEP, end="abc")[-5:-1]
-    apart = scheduled(STEP, end="abc", overlap=False)
-    assert apart[-4:-1] == ["wait r:b", "reduce_scatter g:c -> r:c  axis=dp", "wait r:c"]
-    mixed = scheduled(STEP, end="ac")
+    last = step.partition("    run r:a")[0]
+    assert scheduled(last, end="abc")[-4:] == scheduled(step, end="abc")[-5:-1]
+    apart = scheduled(step, end="abc", overlap=False)
+    assert apart[-4:-1] == lines(receiving("wait r:b\nreduce_scatter g:c -> r:c  axis=dp\nwait r:c"))
+    mixed = scheduled(step, end="ac")
     assert mixed[-5:-1] == lines(
-        "reduce_scatter g:a -> r:a  axis=dp\nreduce_scatter g:c -> r:c  axis=dp\nwait r:a\nwait r:c"
+        receiving("reduce_scatter g:a -> r:a  axis=dp\nreduce_scatter g:c -> r:c  axis=dp\nwait r:a\nwait r:c")
     )
 
 
 def test_the_sum_over_a_further_axis_waits_for_the_first() -> None:
     """What it sums up is what the one before brings; nothing else follows from its order."""
-    text = STEP.replace("wait r:a", "wait r:a\n all_reduce r:a -> o:a  axis=dp_out\n wait o:a")
+    text = receiving(STEP).replace("wait r:a", "wait r:a\n all_reduce r:a -> o:a  axis=dp_out\n wait o:a")
     done = scheduled(text, end="abc", mesh="dp_out=2 dp=2")
-    first, following = (f"reduce_scatter g:{name} -> r:{name}  axis=dp" for name in "ab")
+    first, following = (receiving(f"reduce_scatter g:{name} -> r:{name}  axis=dp") for name in "ab")
     assert done[6:10] == [first, "wait r:a", "all_reduce r:a -> o:a  axis=dp_out", following]
     early = scheduled(text, mesh="dp_out=2 dp=2")
-    assert early[1:4] == ["reduce_scatter g:a -> r:a  axis=dp", "run h -> g:b[0:32:32]", "wait r:a"]
+    assert early[1:4] == [first, "run h -> g:b[0:32:32]", "wait r:a"]
     assert early.index("all_reduce r:a -> o:a  axis=dp_out") > early.index("wait m"), "it stays where it was"
+
+
+@pytest.mark.parametrize("end", ["", "abc"])
+def test_the_sum_over_a_further_axis_starts_when_the_first_has_arrived(end: str) -> None:
+    """The wire of each axis works beside the other and beside compute."""
+    text = STEP
+    for name in "abc":
+        text = text.replace(
+            f"wait r:{name}", f"wait r:{name}\n all_reduce r:{name} -> o:{name}  axis=dp_out\n wait o:{name}"
+        )
+    text = text.replace("run r:a r:b r:c m", "run o:a o:b o:c m")
+    done = scheduled(text, end=end, mesh="dp_out=2 dp=2")
+    places = [done.index(f"all_reduce r:{name} -> o:{name}  axis=dp_out") for name in "abc"]
+    assert all(done.index(f"wait r:{name}") < at for name, at in zip("abc", places, strict=True))
+    assert (places[0] < done.index("run h -> g:c")) == (end == "")
+    assert [op for op in done if op.startswith("wait o")] == ["wait o:a", "wait o:b", "wait o:c"]
+    assert done.index("wait o:a") > places[0] + 1 or end
 
 
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_to_all", "all_reduce"])
@@ -164,11 +238,11 @@ def test_a_sum_over_microbatches_follows_its_last_term() -> None:
         run g:a g2:a -> g:a
         reduce_scatter g:a -> r:a  axis=dp
         run h -> g2:b
-        wait r:a
         run h -> g:b
         run g:b g2:b -> g:b
         run g:a -> h
         run g:b -> h
+        wait r:a
         """
     )
 
