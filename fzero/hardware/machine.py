@@ -83,8 +83,9 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A machine. levels: the innermost first, each larger than the one before. sources: where figures are from, by
-    their name as in "device.flops".
+    """A machine. type: of its devices, as torch names it ("cuda", "cpu"); "" where nothing is said. levels: the
+    innermost first, each larger than the one before. sources: where figures are from, by their name as in
+    "device.flops".
 
     >>> machine = Hardware(
     ...     name="two cards",
@@ -101,6 +102,7 @@ class Hardware:
     host: Host | None = None
     disk: Drive | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
+    type: str = ""
 
     def __post_init__(self) -> None:
         """Raises SpecError for figures that no machine has."""

@@ -17,6 +17,7 @@ from fzero.tree import suggest
 PRESETS = Path(__file__).parent
 PARTS = {"device": Device, "host": Host, "disk": Drive}
 TABLES = ("flops", "efficiency")
+TYPES = ("", "cpu", "cuda")
 POSITIVE = ("memory_gib", "memory_bytes", "bytes", "read_bytes", "write_bytes", "size")
 PARTIAL = ("headroom", "efficiency", "memory_efficiency", "attention")  # parts of 1
 
@@ -65,7 +66,9 @@ def rates_over(machine: Rates | Hardware | str | Path, mesh: Mesh) -> Rates:
 
 
 def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:
-    _known(where, "", given, ["name", "level", *PARTS])
+    _known(where, "", given, ["name", "type", "level", *PARTS])
+    if (kind := given.get("type", "")) not in TYPES:
+        raise SpecError(f"hardware file {where}: type = {kind!r}: needed one of {', '.join(filter(None, TYPES))}")
     if "device" not in given:
         raise SpecError(f"hardware file {where}: needed a table [device], with memory_gib, memory_bytes and flops")
     sources: dict[str, str] = {}
@@ -76,7 +79,7 @@ def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:
     if not isinstance(levels, list):
         raise SpecError(f"hardware file {where}: needed [[level]], with two brackets: there may be several")
     found = tuple(_record(where, f"level.{_name(level)}", NetworkLevel, level, sources) for level in levels)
-    return Hardware(name=str(given.get("name", where)), levels=found, sources=sources, **parts)
+    return Hardware(name=str(given.get("name", where)), type=kind, levels=found, sources=sources, **parts)
 
 
 def _name(level: Any) -> str:
@@ -131,7 +134,7 @@ def to_toml(machine: Hardware) -> str:
     >>> print(to_toml(load("rtx4090")).splitlines()[0])
     name = "RTX 4090 24 GB, PCIe 4"
     """
-    lines = [f"name = {_text(machine.name)}"]
+    lines = [f"name = {_text(machine.name)}", *([f"type = {_text(machine.type)}"] if machine.type else [])]
     tables = [(name, f"[{name}]", getattr(machine, name)) for name in PARTS if getattr(machine, name) is not None]
     tables[1:1] = [(f"level.{level.name}", "[[level]]", level) for level in machine.levels]
     for part, title, record in tables:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,8 @@ def problem_of(
     """The arguments of `fzero.plan`, checked. Raises SpecError."""
     given, machine = spec.given - ({"mesh"} if spec.mesh == AUTO else set()), load(hardware)
     spec = by_flags(spec, params_like)
+    if spec.device is None and machine.type:
+        spec = replace(spec, device=machine.type)  # what it runs on decides what it sends, and when it waits
     budget = memory if memory is not None else spec.device_bytes or machine.budget
     if type(world_size) is not int or world_size < 1:
         raise SpecError(f"fzero.plan(world_size={world_size!r}): needed a positive int")

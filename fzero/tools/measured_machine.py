@@ -100,6 +100,7 @@ def measured_machine(folder: Path, disk_bytes: int) -> Hardware:
     loopback = float(f"{best.mb_per_s['all-gather'] * MB:.3g}")
     return Hardware(
         name=f"{platform.processor() or platform.machine()}, {ranks} ranks of one thread",
+        type="cpu",
         device=device,
         levels=(NetworkLevel(name="loopback", size=ranks, bytes=loopback, latency_us=50.0),),
         disk=Drive(read_bytes=round(speed.read * 1e6), write_bytes=round(speed.write * 1e6)),

@@ -143,7 +143,7 @@ def test_the_buckets_of_a_chunk_are_in_flight_together() -> None:
     text = STEP.replace("g:a  region=r0", "g:a  region=r0 chunk=1").replace("]  region=r0", "]  region=r0 chunk=1")
     program = written(BUFFERS + text.replace("g:c  region=r0", "g:c  region=r0 chunk=0"), mesh="pp=2 dp=2")
     ops = shown(schedule_reductions(replace(program, role=0)).ops)
-    assert ops[5:9] == lines("run h -> g:c\nwait r:a\nwait r:b\nreduce_scatter g:c -> r:c  axis=dp")
+    assert ops[5:9] == lines("run h -> g:c  chunk=0\nwait r:a\nwait r:b\nreduce_scatter g:c -> r:c  axis=dp")
 
 
 def test_without_overlap_it_is_waited_for_at_once() -> None:
