@@ -4,12 +4,13 @@ A sum over microbatches follows as soon as both of its terms are there. A reduct
 and a sum over a further axis when what it sums has arrived. No more than the gradients of a layer are in flight: before
 one starts that would be more, the first are waited for. Without overlap each is waited for at once.
 
-At stage 1 a rank keeps whole gradients until the end of the backward, and nothing is waited for before that. What is
+At stage 1 a rank keeps whole gradients until the end of the backward, and none is waited for before that. What is
 reduced with each microbatch is so as at stage 2: of the others a rank then keeps its share alone. In a pipeline the
 backwards of microbatches end together, behind the last, and a role would hold the gradients of all of them.
 
-In a pipeline all roles wait for one that waits. The buckets of a chunk, which are complete at about the same time, are
-waited for where the first of the next chunk starts.
+In a pipeline what is slow on one role is slow on all, one after the other: compute beside a transfer, and more so a
+wait. At stage 1 reductions start when the role has nothing else to do. At stages 2 and 3 the buckets of a chunk, which
+are complete at about the same time, are waited for where the first of the next chunk starts.
 
 Reductions that receive into buffers of the program take that memory where they start, in the backward, when there is
 least. At stage 1 these start at the end, and overlap one another; else they are waited for behind the next segment.
@@ -41,11 +42,12 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     often = Counter(_reduced_bucket(program, op) for op in first)  # a sum over a further axis is no other microbatch's
     at_end = {name for name, bucket in program.buckets.items() if bucket.reduce_when == "end" and often[name] <= 1}
     kept = {op.target for op in found if _reduced_bucket(program, op) in at_end}
-    if not overlap or any(len(op.writes) > 1 for op in found):
+    piped = program.role is not None
+    if not overlap or (piped and kept) or any(len(op.writes) > 1 for op in found):
         ops = _soon(ops, [op for op in first if op.target not in kept], overlap)
         ops = _staggered(ops, kept) if overlap else ops
     else:
-        once = {op.target for op in found if program.role is not None and often[_reduced_bucket(program, op)] == 1}
+        once = {op.target for op in found if piped and often[_reduced_bucket(program, op)] == 1}
         for starts in (first, [op for op in found if op not in first]):
             ops = _beside(program, ops, starts, once - kept, kept)
     return rewrite.finish(program, "schedule_reductions", ops=_sums_early(ops))

@@ -329,3 +329,18 @@ def test_a_role_holds_the_gradients_of_one_microbatch(zero: Any, reduce: str, sc
 
     layer = 4 * (32 * 32 + 32)
     assert peak(16) - peak(8) < layer
+
+
+def test_in_a_pipeline_stage_1_starts_none_in_the_backward() -> None:
+    records = re.sub(r"(bucket \w length=64)", r"\1 reduced=end", BUFFERS)
+    program = written(records + STEP.replace("region=r0", "region=r0 chunk=0"), mesh="pp=2 dp=2")
+    ops = shown(schedule_reductions(replace(program, role=0)).ops)
+    assert ops[6:11] == lines(
+        """
+        reduce_scatter g:a -> r:a  axis=dp
+        reduce_scatter g:b -> r:b  axis=dp
+        wait r:a
+        reduce_scatter g:c -> r:c  axis=dp
+        wait r:b
+        """
+    )
