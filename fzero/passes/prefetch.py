@@ -5,6 +5,9 @@ alive at any moment stay under the cap. The wait stays at the first use. Depth 1
 program's `gather_cap_bytes`, which verify checks. It is the caller's, or the bytes that this depth needs. The smallest
 possible cap is that of depth 0.
 
+In a pipeline, what stays gathered until the end of the step is gathered at its start, unless the depth is 0: roles that
+wait for their first microbatch have time, and later each role would wait in turn for the one before.
+
     run seg0; gather p1; wait p1; run seg1      becomes      gather p1; run seg0; wait p1; run seg1
 """
 
@@ -38,7 +41,10 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int
     if soft is not None:
         cap = max(soft, least) if cap is None else min(max(soft, least), cap)
     for index in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
-        to = _earlier(ops, index, depth, None if cap is None else cap - _size(program, ops[index]), levels)
+        room = None if cap is None else cap - _size(program, ops[index])
+        kept = program.buckets[program.buffers[ops[index].target].bucket or ""].keeps_gathered
+        once = depth > 0 and program.role is not None and kept
+        to = _first(program, ops, index, room, levels) if once else _earlier(ops, index, depth, room, levels)
         ops[to : index + 1] = [ops[index], *ops[to:index]]  # those after it stay where they are
         higher = [level + _size(program, ops[to]) for level in levels[to:index]]
         levels[to : index + 1] = [*higher[:1], *higher] or levels[index : index + 1]
@@ -66,3 +72,15 @@ def _earlier(ops: list[Op], index: int, depth: int, room: int | None, levels: li
         if ops[target].computes:
             best, passed = target, passed + 1
     return best
+
+
+def _first(program: Program, ops: list[Op], index: int, room: int | None, levels: list[int]) -> int:
+    """Where the gather at `index` goes: behind the one before it and what its source is from, as long as no more than
+    `room` is gathered."""
+    source = ops[index].reads[0].name
+    for target in range(index - 1, -1, -1):
+        op = ops[target]
+        made = any(ref.name == source for ref in op.writes) or (op.is_wait and op.target == source)
+        if made or (op.gathers and _parameter(program, op)) or (room is not None and levels[target] > room):
+            return target + 1
+    return 0

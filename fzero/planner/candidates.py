@@ -26,7 +26,7 @@ from fzero.spec import Spec
 STAGES = (0, 1, 2, 3)
 REMATS = ("none", "full", GATHERS)  # the last makes a difference where tokens stay in parts
 MOST_MICROBATCHES = 64
-INTERLEAVED = (2, 4)  # chunks a role
+INTERLEAVED, MOST_CHUNKS = (2, 4), 8  # chunks a role, beside as many as there are layers
 EMPTY: Mapping[str, P] = MappingProxyType({})
 
 
@@ -215,10 +215,11 @@ def reductions(spec: Spec, mesh: Mesh, zero: Any, microbatches: int) -> list[str
 def interleaved(roles: int, microbatches: int, layers: int) -> list[Pipeline | str]:
     """The interleaved schedules that suit a pipeline: a chunk has a layer, and microbatches go round in whole groups.
 
-    >>> interleaved(2, 4, 6), interleaved(1, 4, 6), interleaved(4, 6, 24)
-    (['interleaved'], [], [])
+    >>> interleaved(2, 4, 4), interleaved(1, 4, 6), interleaved(4, 6, 24), interleaved(8, 8, 24)[1].chunks
+    (['interleaved'], [], [], 3)
     """
-    found = [n for n in INTERLEAVED if roles > 1 and microbatches % roles == 0 and roles * n <= layers]
+    counts = sorted({*INTERLEAVED, min(layers // roles, MOST_CHUNKS)})
+    found = [n for n in counts if n > 1 < roles and microbatches % roles == 0 and roles * n <= layers]
     return ["interleaved" if n == CHUNKS["interleaved"] else Pipeline("interleaved", n) for n in found]
 
 

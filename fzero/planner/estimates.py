@@ -124,12 +124,12 @@ class _Estimate:
     def seconds(self) -> float:
         """Of a step."""
         one, roles, of = self.one, self.one.ranks.roles, self.sketch
-        often, once = self._transfers
+        often, once, last = self._transfers
         fetched, late = self._moves
         computing = self._like(of.seconds).of(self.own) / self.parts + self._tensor
         each = max(computing + max(0.0, often - computing / 2), fetched)  # of a microbatch
         beside = computing * one.microbatches / 2  # hides transfers
-        seconds = each * (one.microbatches + (roles - 1) / one.chunks) + max(0.0, once - beside)
+        seconds = each * (one.microbatches + (roles - 1) / one.chunks) + max(0.0, once - beside) + last
         seconds += of.update / self.parts / self.shares + max(0.0, late - (0 if of.waits else beside))
         savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
         return seconds * (1 + SAVER * savers)
@@ -215,11 +215,15 @@ class _Estimate:
         return of.params * max(self.few, waiting / (self.shares if at_once else 1))
 
     @property
-    def _transfers(self) -> tuple[float, float]:
-        """The seconds of what ranks of the data send, bucket after bucket: (with each microbatch, once a step)."""
+    def _transfers(self) -> tuple[float, float, float]:
+        """The seconds of what ranks of the data send, bucket after bucket: (with each microbatch, once a step beside
+        other work, once a step when there is none).
+
+        A pipeline reduces at the end. From stage 2 on it does so chunk by chunk, and compute beside it is slower, on
+        one role after the other."""
         mesh, of = self.one.ranks, self.sketch
         if self.data < 2:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         whole = of.params / self.parts
         pieces = max(of.layers // mesh.roles, int(whole / self.bucket), 1)
 
@@ -227,8 +231,11 @@ class _Estimate:
             return pieces * self.rates.transfer(kind, int(nbytes / pieces), mesh.data_axes, self.data)
 
         gather, scatter = taken("all_gather", whole * of.wire), taken("reduce_scatter", whole)
-        often = gather * (2 if self.stage == 3 else 0) + scatter * self.each
-        return often, gather * (self.stage != 3) + scatter * (not self.each)
+        often, last = gather * (2 if self.stage == 3 else 0) + scatter * self.each, scatter * (not self.each)
+        once = gather * (self.stage != 3)
+        if mesh.roles == 1:
+            return often, once + last, 0.0
+        return often, once, last * (max(1.0, mesh.roles * (1 - 1 / self.rates.tax)) if self.stage >= 2 else 1)
 
     @property
     def _tensor(self) -> float:

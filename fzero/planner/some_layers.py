@@ -22,6 +22,9 @@ MOST_SHARE = 0.9  # kept of layers that are recomputed: on one rank, which gathe
 A_PROBE = 0.5  # of a try
 TRIES, OPS = 5, 15_000  # programs that are lowered in full: as many as have so many ops, and not more than that
 ROOM = 0.01  # of the budget, left by what is proposed for a deep pipeline, of which few can be tried
+BY_SKETCH = (
+    0.95  # of the seconds of another, that a candidate of a deep model may take which the sketch alone speaks of
+)
 DIGITS = "0123456789"
 SPECIAL = {*"*[]"}  # characters of rules
 
@@ -140,10 +143,10 @@ def _saved(done: Search, one: Candidate, full: Candidate) -> int:
 
 def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate]]:
     """(seconds, a candidate) where all layers fit and none does: at most those on the line between both."""
-    budget, deep = done.problem.budget, is_deep(done.problem)
+    budget, fastest = done.problem.budget, min(row.seconds for row in done.fitting)
     for one in done.estimates:
-        if one.remat not in ("none", GATHERS) or (deep and not shallow_say(done.problem, one.ranks)):
-            continue  # of a deep model each such program takes minutes
+        if one.remat not in ("none", GATHERS):
+            continue
         if (full := replace(one, remat="full")) not in done.estimates:
             continue  # as of the default
         if any(end in done.rows and done.rows[end].refused for end in (one, full)):
@@ -152,5 +155,8 @@ def _between(done: Search, depth: int) -> Iterator[tuple[float, Candidate]]:
         slower, least = done.likely(full)
         if peak <= budget or least >= budget or peak <= least:
             continue
-        part = (peak - budget) / (peak - least)
-        yield seconds + part * (slower - seconds), one
+        between = seconds + (peak - budget) / (peak - least) * (slower - seconds)
+        if not is_deep(done.problem) or shallow_say(done.problem, one.ranks):
+            yield between, one
+        elif between < BY_SKETCH * fastest:
+            yield between / BY_SKETCH, one

@@ -189,7 +189,7 @@ BROKEN: dict[str, tuple[str, Any]] = {  # a document that shows it, and the faul
 }
 
 
-def _taken(ledger: Any) -> dict[str, Any]:
+def _taken(ledger: Any, local: bool) -> dict[str, Any]:
     for path in ("gradient_clipping", "zero_optimization.compute_grad_norm"):
         ledger.take(path)
     return {}

@@ -64,6 +64,21 @@ def test_a_gather_passes_as_many_runs_as_the_depth() -> None:
     ]
 
 
+def test_in_a_pipeline_what_stays_gathered_starts_at_the_beginning() -> None:
+    """In the order of the uses, ahead of the wait for the first microbatch, and behind what makes a source."""
+    records, first_run, ops = TEXT.replace("length=64", "length=64 gathered=kept").partition("    run h -> h")
+    text = f"{records} recv -> h  axis=pp peer=0 tag=1\n wait h\n{first_run}{ops}"
+    program = replace(written(text, mesh="pp=2 dp=2"), role=1)
+    first = shown(prefetch(program, 1).ops)
+    assert [line.split()[3] for line in first[:3]] == ["f0", "f1", "f2"]
+    assert first[3].startswith("recv")
+    assert first[-3:] == ["all_gather p3 -> f3  axis=dp", "wait f3", "run f3 -> h"], "an update writes its source"
+    assert shown(prefetch(program, 0).ops)[0].startswith("recv"), "where as little as possible is asked for"
+    assert prefetch(program, 1, 2 * ONE).gather_cap_bytes == 2 * ONE
+    dropped = replace(written(TEXT, mesh="pp=2 dp=2"), role=1)
+    assert shown(prefetch(dropped, 1).ops)[:2] == ["all_gather p0 -> f0  axis=dp", "run h -> h"]
+
+
 def test_the_programs_cap_is_what_this_depth_needs() -> None:
     """From its start to its last use a gathered buffer counts."""
     for depth, held in ((0, 2), (1, 2), (2, 3), (9, 3)):
