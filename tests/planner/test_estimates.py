@@ -12,6 +12,7 @@ from torch import Tensor
 import fzero
 from fzero import optim
 from fzero.hardware import load
+from fzero.ir.mesh import Mesh
 from fzero.planner.candidates import Candidate, fixed
 from fzero.planner.estimates import FEW_LAYERS, Sketch
 from fzero.planner.problem import Problem, problem_of
@@ -85,3 +86,18 @@ def test_homes_are_read_as_the_spec_reads_them() -> None:
     away = sketch.optimizer + sketch.params / 2 - sketch.params * FEW_LAYERS / DEPTH  # a few layers are fetched at once
     assert found[nothing][1] - found[one][1] == pytest.approx(away, rel=0.1)
     assert found[one][0] > found[nothing][0]
+
+
+def test_what_a_pipeline_reduces_is_not_hidden(sketch: tuple[Problem, Sketch]) -> None:
+    """It is reduced when a role has nothing else to do; chunk by chunk it makes one role after the other slower."""
+    problem, of = sketch
+
+    def seconds(mesh: Any, zero: int, sketch: Sketch = of) -> float:
+        one = Candidate(mesh, zero, 4, "none", None, None, "end")
+        return sketch.estimates([one], ROWS, problem.machine)[one][0]
+
+    alone, piped = (("dp", 4),), (("pp", 4), ("dp", 4))
+    assert seconds(alone, 1) == seconds(alone, 2)
+    assert seconds(piped, 1) < seconds(piped, 2)
+    reduced = problem.machine.rates(Mesh(piped)).transfer("reduce_scatter", of.params // 4, "dp", 4)
+    assert seconds(piped, 1) - seconds(piped, 1, replace(of, params=1)) > 0.9 * reduced
