@@ -215,7 +215,7 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
             near = [one for one in near if shallow_say(done.problem, one.ranks)] or near
     few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
-        fastest = min(row.seconds for row in done.fitting)
+        fastest = _fastest(done)
         near = few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
     unseen = [one for one in near if not count[one.mesh]]
     if unseen and done.fitting:
@@ -235,6 +235,14 @@ def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
     slower = [row.seconds / done.estimates[row.candidate][0] for row in alike]
     larger = [row.peak / max(done.estimates[row.candidate][1], 1) for row in alike]
     return seconds * _mean(slower), nbytes * _mean(larger)
+
+
+def _fastest(done: Search) -> float:
+    """The least seconds of what fits, or nearly does where a few layers may be recomputed (`some_layers`)."""
+    saves = done.problem.equal is not None and "remat" not in done.problem.given
+    most = (NEAR if saves else 1) * done.problem.budget
+    near = [row.seconds for row in done.rows.values() if row.peak <= most and not row.refused]
+    return min(near, default=math.inf)
 
 
 def _mean(ratios: Sequence[float]) -> float:
