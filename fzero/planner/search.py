@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
+from fzero.ir.mesh import DATA
 from fzero.planner.candidates import Candidate, candidates, default
 from fzero.planner.deep import is_deep, probed, shallow_say
 from fzero.planner.estimates import Sketch
@@ -173,7 +174,7 @@ def _refine(done: Search, most: int) -> None:
         tried.add(best.candidate)
         for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
             new = one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most
-            if new and _may_win(done, one, best.seconds):
+            if new and _may_win(done, one, _fastest(done) if is_deep(done.problem) else best.seconds):
                 done.row(one)
 
 
@@ -207,17 +208,17 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     ]  # what does not suit a mesh, seldom does
     untried = suits or untried
     left = {one: _corrected(done, one) for one in untried}
-    count = Counter(one.mesh for one in done.rows)
+    count = Counter(_shape(done, one) for one in done.rows)
     near = [one for one in left if left[one][1] <= _reach(done, one) * done.problem.budget]
     if not done.fitting:
         near = [one for one in near if left[one][1] <= done.problem.budget] or near
         if is_deep(done.problem):
             near = [one for one in near if shallow_say(done.problem, one.ranks)] or near
-    few = [one for one in near if count[one.mesh] < a_mesh] if done.fitting else near
+    few = [one for one in near if count[_shape(done, one)] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
         fastest = _fastest(done)
         near = few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
-    unseen = [one for one in near if not count[one.mesh]]
+    unseen = [one for one in near if not count[_shape(done, one)]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there
     if few:
@@ -235,6 +236,14 @@ def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
     slower = [row.seconds / done.estimates[row.candidate][0] for row in alike]
     larger = [row.peak / max(done.estimates[row.candidate][1], 1) for row in alike]
     return seconds * _mean(slower), nbytes * _mean(larger)
+
+
+def _shape(done: Search, one: Candidate) -> tuple[tuple[str, int], ...]:
+    """The mesh. Of a deep pipeline, which takes long to lower, without how its data axis is split: the sketch says what
+    that saves."""
+    if one.ranks.roles == 1 or not is_deep(done.problem):
+        return one.mesh
+    return (*((axis, size) for axis, size in one.mesh if axis not in DATA), ("dp", one.ranks.data_ranks))
 
 
 def _fastest(done: Search) -> float:
