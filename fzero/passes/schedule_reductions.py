@@ -48,7 +48,7 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
         ops = _staggered(ops, kept) if overlap else ops
     else:
         once = {op.target for op in found if piped and often[_reduced_bucket(program, op)] == 1}
-        for starts in (first, [op for op in found if op not in first]):
+        for starts in (first, [op for op in found if op.reads[0].name in arrived]):
             ops = _beside(program, ops, starts, once - kept, kept)
     return rewrite.finish(program, "schedule_reductions", ops=_sums_early(ops))
 

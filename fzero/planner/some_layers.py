@@ -22,9 +22,7 @@ MOST_SHARE = 0.9  # kept of layers that are recomputed: on one rank, which gathe
 A_PROBE = 0.5  # of a try
 TRIES, OPS = 5, 15_000  # programs that are lowered in full: as many as have so many ops, and not more than that
 ROOM = 0.01  # of the budget, left by what is proposed for a deep pipeline, of which few can be tried
-BY_SKETCH = (
-    0.95  # of the seconds of another, that a candidate of a deep model may take which the sketch alone speaks of
-)
+BY_SKETCH = 0.95  # of the fastest's seconds, what a candidate may take that the sketch alone speaks of
 DIGITS = "0123456789"
 SPECIAL = {*"*[]"}  # characters of rules
 
