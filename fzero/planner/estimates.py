@@ -127,7 +127,8 @@ class _Estimate:
         often, once, last = self._transfers
         fetched, late = self._moves
         computing = self._like(of.seconds).of(self.own) / self.parts + self._tensor
-        each = max(computing + max(0.0, often - computing / 2), fetched)  # of a microbatch
+        hides = computing / 2 if roles == 1 else 0.0  # in a pipeline one role's transfers hold up the next
+        each = max(computing + max(0.0, often - hides), fetched)  # of a microbatch
         beside = computing * one.microbatches / 2  # hides transfers
         seconds = each * (one.microbatches + (roles - 1) / one.chunks) + max(0.0, once - beside) + last
         seconds += of.update / self.parts / self.shares + max(0.0, late - (0 if of.waits else beside))
