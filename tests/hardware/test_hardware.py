@@ -147,3 +147,14 @@ def test_attention_is_a_part_of_the_faster_dtype(low: float) -> None:
     """A processor without 16-bit products is slow in bf16, and its attention in fp32 is not."""
     device = Device(memory_gib=1, memory_bytes=1e10, flops={"fp32": 1e11, "bf16": low}, attention=0.25)
     assert Hardware(name="one", device=device).rates(Mesh((("dp", 1),))).attention == 0.25 * max(low, 1e11)
+
+
+def test_a_file_says_what_its_devices_are(tmp_path: Path) -> None:
+    machine = hardware.load("rtx4090")
+    assert machine.type == "cuda"
+    file = tmp_path / "machine.toml"
+    file.write_text(hardware.to_toml(machine))
+    assert hardware.load(file).type == "cuda"
+    file.write_text(hardware.to_toml(machine).replace('"cuda"', '"gpu"'))
+    with pytest.raises(SpecError, match="type = 'gpu': needed one of cpu, cuda"):
+        hardware.load(file)

@@ -16,6 +16,7 @@ from fzero.ir.mesh import Mesh
 from fzero.planner.candidates import Candidate, fixed
 from fzero.planner.estimates import FEW_LAYERS, Sketch
 from fzero.planner.problem import Problem, problem_of
+from fzero.planner.programs import lowered_of
 from fzero.planner.search import Search
 from fzero.planner.sketch import sketched
 
@@ -101,3 +102,13 @@ def test_what_a_pipeline_reduces_is_not_hidden(sketch: tuple[Problem, Sketch]) -
     assert seconds(piped, 1) < seconds(piped, 2)
     reduced = problem.machine.rates(Mesh(piped)).transfer("reduce_scatter", of.params // 4, "dp", 4)
     assert seconds(piped, 1) - seconds(piped, 1, replace(of, params=1)) > 0.9 * reduced
+
+
+def test_a_plan_for_gpus_sends_as_they_do(sketch: tuple[Problem, Sketch]) -> None:
+    """No buffer for what a reduction receives is planned: NCCL has memory of its own."""
+    problem, _ = sketch
+    assert problem.spec.device == "cuda"
+    one = Candidate((("dp", 8),), 1, 1, "none", None)
+    program = lowered_of(problem, one.spec(problem.spec), one.ranks).program
+    assert program.transport == "nccl"
+    assert all(len(op.writes) == 1 for op in program.ops if op.reduces)
