@@ -75,11 +75,10 @@ class Spec:
     (the update is discarded, and the state keeps its bits) or "raise" (NonFiniteError, and the state stays usable).
     None: skip with a loss scale, else ignore.
     bucket_bytes: the maximum size of a bucket; a layer's leaves are split into buckets of this size. A larger leaf has
-    a bucket to itself. None: by the measured cost of transfers, once per machine and transport; 32 MiB if nothing was
-    measured (docs/performance.md).
+    a bucket to itself. None: by the measured cost of transfers (docs/performance.md); 32 MiB if nothing was measured.
     prefetch: how many segments ahead a gather starts. 0: when it is needed. None: 0, 1, 2 or 4, by the seconds that
-    measured rates predict for the program (docs/performance.md); `lowered.choices` gives the reason. In a pipeline what
-    stays gathered for the step (stages 1 and 2) is gathered at its start, unless this is 0.
+    measured rates predict (docs/performance.md); `lowered.choices` gives the reason. Unless 0, a pipeline gathers what
+    stays gathered for the step (stages 1 and 2) at its start.
     gather_bytes: the maximum bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data
     axes, slices in flight between the two are additional.
     prefetch_bytes: a gather starts early only while gathered buffers stay below this. A segment that needs more still
