@@ -69,10 +69,11 @@ def _is_impure(node: fx.Node) -> bool:
     return _impure[node.target]
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, env: Callable[[fx.Node], Any]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, env: Callable[[fx.Node], Any], name: str | None = None) -> fx.Node:
     """A copy of a node in `graph`, whose operands `env` gives: `graph.node_copy` in half of its time, for torch 2.13
-    walks each operand for symbolic sizes, of which there are none."""
-    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    walks each operand for symbolic sizes, of which there are none. name: that of the node, if it is not copied again:
+    for a free number torch walks the numbers in use."""
+    copy = graph.create_node(node.op, node.target, name=name or node.name, type_expr=node.type)
     copy.args = fx.node.map_arg(node.args, env)
     if node.kwargs:
         copy.kwargs = fx.node.map_arg(node.kwargs, env)

@@ -73,7 +73,7 @@ def _sunk(gm: fx.GraphModule, params: set[int]) -> fx.GraphModule:
             return env[node]
         if node not in own:
             sources = {a: fetch(a, own) for a in node.all_input_nodes}
-            own[node] = fx_nodes.copy_node(graph, node, sources.__getitem__)
+            own[node] = fx_nodes.copy_node(graph, node, sources.__getitem__, f"{node.name}_again")
         return own[node]
 
     for node in gm.graph.nodes:
