@@ -174,17 +174,22 @@ def _refine(done: Search, most: int) -> None:
         tried.add(best.candidate)
         for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
             new = one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most
-            if new and _may_win(done, one, _fastest(done) if is_deep(done.problem) else best.seconds):
+            if new and (_may_win(done, one, _fastest(done)) if is_deep(done.problem) else _near(done, one, best)):
                 done.row(one)
 
 
 def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
-    """Whether a candidate may be faster than so many seconds. Of a deep model, which takes long to lower, it must also
-    be said to fit."""
+    """Whether a candidate of a deep model, which takes long to lower, may be faster than so many seconds, and is said
+    to fit."""
     said, nbytes = _corrected(done, one)
-    if is_deep(done.problem):
-        return said < _worth(done, one) * seconds and nbytes <= _reach(done, one) * done.problem.budget
-    return said < NEAR * seconds
+    return said < _worth(done, one) * seconds and nbytes <= _reach(done, one) * done.problem.budget
+
+
+def _near(done: Search, one: Candidate, best: Row) -> bool:
+    """Whether a candidate may be faster than the best, from which it differs in one field: by what those most like it
+    were found to take, or by the best alone, for these may differ in another field."""
+    by_best = done.estimates[one][0] * best.seconds / done.estimates[best.candidate][0]
+    return min(_corrected(done, one)[0], by_best) < NEAR * best.seconds
 
 
 def _worth(done: Search, one: Candidate) -> float:
