@@ -90,6 +90,8 @@ TAKEN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {  # what t
     "a turned deque": (lambda: SimpleNamespace(values=collections.deque([1.0, 2.0, 3.0])), turned),
     "a dict's last": (lambda: {1.0: 2.0, 3.0: 4.0}, lambda it: it.popitem()[0]),
     "a dict's entry": (lambda: {"a": 2.0}, lambda it: it.pop("a", 1.0)),
+    "a list's method": (lambda: [1.0, 2.0, 3.0].pop, lambda it: it()),
+    "a queue's method": (lambda: filled_queue().get, lambda it: it()),
     "a queue": (filled_queue, lambda it: it.get()),
     "a queue, at once": (filled_queue, lambda it: it.get(False)),
 }  # fmt: skip
@@ -162,6 +164,7 @@ RIGHT: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "a copy": (lambda: SimpleNamespace(values=[1.0, 2.0]), takes_from_a_copy),
     "options": (lambda: SimpleNamespace(values=[1.0, 2.0]), lambda it: with_options(it, by=2.0)),
     "a log": (lambda: SimpleNamespace(log=io.StringIO()), logs),
+    "a log's method": (lambda: SimpleNamespace(log=[].append), lambda it: 2.0 if it.log(1.0) is None else 1.0),
     "is there one": (lambda: SimpleNamespace(values=itertools.count()), lambda it: 1.0 if it.values is None else 2.0),
 }
 

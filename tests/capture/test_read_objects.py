@@ -179,6 +179,8 @@ CASES: dict[str, Case] = {
                            lambda it: None),
     "a UserDict": (lambda: collections.UserDict(a=1.0, b=1.0), lambda it: it.get("a"), lambda it: it.update(a=2.0),
                    lambda it: it.update(b=2.0)),
+    "a dict's method": (lambda: {"a": 1.0}.get, lambda it: it("a"), lambda it: it.__self__.update(a=2.0),
+                        lambda it: it.__self__.update(a=1.0)),
     "all of a UserDict": (lambda: collections.UserDict(a=1.0), lambda it: sum(it.values()),
                           lambda it: it.update(a=2.0), lambda it: None),
     "a UserList": (lambda: collections.UserList([1.0, 2.0]), lambda it: it[0], lambda it: it.insert(0, 5.0),

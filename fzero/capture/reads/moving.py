@@ -56,6 +56,8 @@ class Moves:
         """Before a line that gives a value to what may ask it: a loop, or a function that is not the user's."""
         if callee != _PRINT:
             self.moved += [_Moved(it, name, where) for it in _iterators(value)]
+        if isinstance(value, (*_METHODS, types.MethodType)) and value.__name__ in METHODS - _GIVES:
+            self.asked(value.__self__, value.__name__, name, where, False)  # `take = stack.pop`
 
     def asked(self, owner: Any, method: str, name: str, where: str, dropped: bool) -> None:
         """Before a line that names a method of METHODS. dropped: its result is not used."""
@@ -73,7 +75,7 @@ class Moves:
     def check(self, kept: Iterable[ReadPlace]) -> None:
         """Raises CaptureError for what was there before the trace, and still is: the places say so."""
         values = (place.value for place in kept)
-        held = {id(value.__self__ if isinstance(value, _METHODS) else value) for value in values}
+        held = {id(x.__self__ if isinstance(x, (*_METHODS, types.MethodType)) else x) for x in values}
         for moved in self.moved:
             if id(moved.it) in held and moved.changed():
                 raise CaptureError(

@@ -280,7 +280,10 @@ _OF_CONTAINERS = ("builtins", "collections", "collections.abc", "torch._C")  # a
 
 
 def wrapped(owner: Any) -> Any:
-    """The container that one of `_WRAPPERS` shows; another object as it is."""
+    """The container that one of `_WRAPPERS` shows, or whose method it is (`get = table.get`); another object as it
+    is."""
+    if isinstance(owner, types.BuiltinMethodType) and isinstance(owner.__self__, (*CONTAINERS, *_WRAPPERS)):
+        owner = owner.__self__
     if isinstance(owner, types.MappingProxyType):
         return gc.get_referents(owner)[0]
     if isinstance(owner, (UserDict, UserList)):
