@@ -47,7 +47,7 @@ def pack(items: Sequence[tuple[int, int, int]], align: int | Sequence[int] = ALI
 
 
 def _first_fit(columns: Sequence[array[int]], first: int, last: int, size: int, unit: int) -> tuple[int, int]:
-    """(the lowest offset, a multiple of `unit`, at which nothing that is alive from `first` to `last` lies, its row)."""
+    """(the lowest offset, a multiple of `unit`, where nothing lies that is alive from `first` to `last`, its row)."""
     if not columns[0]:
         return 0, 0
     offsets, ends, firsts, lasts = (np.frombuffer(column, np.int64) for column in columns)
