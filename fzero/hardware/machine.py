@@ -11,6 +11,7 @@ from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
 
 GIB = 1 << 30
+TYPES = ("cpu", "cuda")
 SLOWER = 1.09  # compute beside a transfer, where a level says nothing else
 
 
@@ -105,7 +106,9 @@ class Hardware:
     type: str = ""
 
     def __post_init__(self) -> None:
-        """Raises SpecError for figures that no machine has."""
+        """Raises SpecError for a type and for figures that no machine has."""
+        if self.type not in ("", *TYPES):
+            raise SpecError(f"hardware {self.name!r}: type = {self.type!r}: needed one of {', '.join(TYPES)}")
         inner = 1
         for level in self.levels:
             if level.size < inner or level.size % inner:

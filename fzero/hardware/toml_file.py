@@ -17,7 +17,6 @@ from fzero.tree import suggest
 PRESETS = Path(__file__).parent
 PARTS = {"device": Device, "host": Host, "disk": Drive}
 TABLES = ("flops", "efficiency")
-TYPES = ("", "cpu", "cuda")
 POSITIVE = ("memory_gib", "memory_bytes", "bytes", "read_bytes", "write_bytes", "size")
 PARTIAL = ("headroom", "efficiency", "memory_efficiency", "attention")  # parts of 1
 
@@ -67,8 +66,6 @@ def rates_over(machine: Rates | Hardware | str | Path, mesh: Mesh) -> Rates:
 
 def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:
     _known(where, "", given, ["name", "type", "level", *PARTS])
-    if (kind := given.get("type", "")) not in TYPES:
-        raise SpecError(f"hardware file {where}: type = {kind!r}: needed one of {', '.join(filter(None, TYPES))}")
     if "device" not in given:
         raise SpecError(f"hardware file {where}: needed a table [device], with memory_gib, memory_bytes and flops")
     sources: dict[str, str] = {}
@@ -79,7 +76,8 @@ def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:
     if not isinstance(levels, list):
         raise SpecError(f"hardware file {where}: needed [[level]], with two brackets: there may be several")
     found = tuple(_record(where, f"level.{_name(level)}", NetworkLevel, level, sources) for level in levels)
-    return Hardware(name=str(given.get("name", where)), type=kind, levels=found, sources=sources, **parts)
+    name, kind = str(given.get("name", where)), given.get("type", "")
+    return Hardware(name=name, type=kind, levels=found, sources=sources, **parts)
 
 
 def _name(level: Any) -> str:

@@ -42,8 +42,7 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int
         cap = max(soft, least) if cap is None else min(max(soft, least), cap)
     for index in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
         room = None if cap is None else cap - _size(program, ops[index])
-        kept = program.buckets[program.buffers[ops[index].target].bucket or ""].keeps_gathered
-        once = depth > 0 and program.role is not None and kept
+        once = depth > 0 and program.role is not None and _kept(program, ops[index])
         to = _first(program, ops, index, room, levels) if once else _earlier(ops, index, depth, room, levels)
         ops[to : index + 1] = [ops[index], *ops[to:index]]  # those after it stay where they are
         higher = [level + _size(program, ops[to]) for level in levels[to:index]]
@@ -55,6 +54,11 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int
 
 def _parameter(program: Program, op: Op) -> bool:
     return program.buffers[op.writes[0].name].kind == "gathered"
+
+
+def _kept(program: Program, gather: Op) -> bool:
+    """Whether what it gathers stays until the end of the step."""
+    return program.buckets[program.buffers[gather.target].bucket or ""].keeps_gathered
 
 
 def _size(program: Program, gather: Op) -> int:
@@ -75,12 +79,13 @@ def _earlier(ops: list[Op], index: int, depth: int, room: int | None, levels: li
 
 
 def _first(program: Program, ops: list[Op], index: int, room: int | None, levels: list[int]) -> int:
-    """Where the gather at `index` goes: behind the one before it and what its source is from, as long as no more than
-    `room` is gathered."""
+    """Where the gather at `index` goes: behind the one before it that stays, and what its source is from, as long as no
+    more than `room` is gathered."""
     source = ops[index].reads[0].name
     for target in range(index - 1, -1, -1):
         op = ops[target]
         made = any(ref.name == source for ref in op.writes) or (op.is_wait and op.target == source)
-        if made or (op.gathers and _parameter(program, op)) or (room is not None and levels[target] > room):
+        before = op.gathers and _parameter(program, op) and _kept(program, op)
+        if made or before or (room is not None and levels[target] > room):
             return target + 1
     return 0

@@ -4,9 +4,10 @@ A sum over microbatches follows as soon as both of its terms are there. A reduct
 and a sum over a further axis when what it sums has arrived. No more than the gradients of a layer are in flight: before
 one starts that would be more, the first are waited for. Without overlap each is waited for at once.
 
-At stage 1 a rank keeps whole gradients until the end of the backward, and none is waited for before that. What is
-reduced with each microbatch is so as at stage 2: of the others a rank then keeps its share alone. In a pipeline the
-backwards of microbatches end together, behind the last, and a role would hold the gradients of all of them.
+At stage 1 a rank has room for whole gradients until the end of the backward, and what arrives comes on top: no more
+than a layer's of that is in flight, of N ranks their shares of N layers. What is reduced with each microbatch is so as
+at stage 2: of the others a rank then keeps its share alone. In a pipeline the backwards of microbatches end together,
+behind the last, and a role would hold the gradients of all of them.
 
 In a pipeline what is slow on one role is slow on all, one after the other: compute beside a transfer, and more so a
 wait. At stage 1 reductions start when the role has nothing else to do. At stages 2 and 3 the buckets of a chunk, which
@@ -36,20 +37,21 @@ from fzero.plan.pipeline_cut import layer_of
 def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     """The program with each gradient bucket reduced when it is complete and, with `overlap`, beside compute."""
     ops = _sums_early(list(program.ops))
-    arrived = {op.target for op in ops if op.transfers}
-    found = [op for op in ops if _reduced_bucket(program, op) is not None]
-    first = [op for op in found if op.reads[0].name not in arrived]
-    often = Counter(_reduced_bucket(program, op) for op in first)  # a sum over a further axis is no other microbatch's
+    starts = [op for op in ops if _reduced_bucket(program, op) is not None]
+    bucket_of = {op.target: _reduced_bucket(program, op) for op in starts}
+    axis_of = {bucket_of[op.target]: op.axis for op in reversed(starts)}  # that of a bucket's first sum
+    first = [op for op in starts if op.axis == axis_of[bucket_of[op.target]]]
+    often = Counter(bucket_of[op.target] for op in first)
     at_end = {name for name, bucket in program.buckets.items() if bucket.reduce_when == "end" and often[name] <= 1}
-    kept = {op.target for op in found if _reduced_bucket(program, op) in at_end}
+    kept = {target for target, bucket in bucket_of.items() if bucket in at_end}
     piped = program.role is not None
-    if not overlap or (piped and kept) or any(len(op.writes) > 1 for op in found):
+    if not overlap or (piped and kept) or any(len(op.writes) > 1 for op in starts):
         ops = _soon(ops, [op for op in first if op.target not in kept], overlap)
         ops = _staggered(ops, kept) if overlap else ops
     else:
-        once = {op.target for op in found if piped and often[_reduced_bucket(program, op)] == 1}
-        for starts in (first, [op for op in found if op.reads[0].name in arrived]):
-            ops = _beside(program, ops, starts, once - kept, kept)
+        once = {target for target, bucket in bucket_of.items() if piped and often[bucket] == 1}
+        for some in (first, [op for op in starts if op.axis != axis_of[bucket_of[op.target]]]):
+            ops = _sums_early(_beside(program, ops, some, once - kept, kept))
     return rewrite.finish(program, "schedule_reductions", ops=_sums_early(ops))
 
 
@@ -63,8 +65,8 @@ def _reduced_bucket(program: Program, op: Op) -> str | None:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """start, wait: its ops. complete: the op behind which its bucket is. chunk: of that op, in a pipeline. read: the
-    first op that reads what it brings."""
+    """start, wait: its ops. complete: the op behind which its bucket is. chunk: of the last op of a region up to there,
+    in a pipeline: a sum over microbatches has none. read: the first op that reads what it brings."""
 
     start: Op
     wait: Op
@@ -79,13 +81,15 @@ def _taken_out(ops: Sequence[Op], starts: Sequence[Op]) -> tuple[list[Op], list[
     taken = {id(op) for start in starts for op in (start, waits[start.target])}
     rest = [op for op in ops if id(op) not in taken]
     reads, last = rewrite.reads_of(rest), dict[str, int]()
+    chunks: list[int | None] = [None]
     for index, op in enumerate(rest):
+        chunks.append(chunks[-1] if op.chunk is None else op.chunk)
         last |= {ref.name: index for ref in (op.reads if op.is_wait else op.writes)}
     found = []
     for start in starts:
         complete = last[start.reads[0].name]
         read = min((i for i, _ in reads.get(start.target, ())), default=len(rest))
-        found.append(_Reduction(start, waits[start.target], complete, rest[complete].chunk, read))
+        found.append(_Reduction(start, waits[start.target], complete, chunks[complete + 1], read))
     return rest, found
 
 
@@ -132,7 +136,7 @@ def _beside(
 ) -> list[Op]:
     """The ops with each of these reductions where its bucket is complete, and its wait where another over its axis
     starts with which more than a layer would be in flight, but before what it brings is read. by_chunk: targets that
-    are waited for where one of another chunk starts. kept: targets that are waited for where they are read."""
+    are waited for where one of another chunk starts. kept: targets whose sources have room until all are complete."""
     rest, found = _taken_out(ops, starts)
     room, edits, waited = _most_of_a_layer(program), rewrite.Edits(), set[str]()
     in_flight = defaultdict[str | None, list[_Reduction]](list)
@@ -141,8 +145,8 @@ def _beside(
         due: list[_Reduction] = []
         if one.start.target in by_chunk:
             due = [other for other in before if other.chunk != one.chunk]
-        elif one.start.target not in kept:
-            sizes = [program.buffers[other.start.reads[0].name].numel for other in (*before, one)]
+        else:
+            sizes = [_added(program, other.start, kept) for other in (*before, one)]
             due = [other for n, other in enumerate(before) if sum(sizes[n:]) > room]
         in_flight[one.start.axis] = [other for other in (*before, one) if other not in due]
         waited |= {other.start.target for other in due}
@@ -151,6 +155,11 @@ def _beside(
         if one.start.target not in waited:
             edits.before[one.read].append(one.wait)
     return edits.spliced(rest)
+
+
+def _added(program: Program, start: Op, kept: Collection[str]) -> int:
+    """The elements that a reduction in flight adds to those that have room in any case."""
+    return program.buffers[(start.writes if start.target in kept else start.reads)[0].name].numel
 
 
 def _most_of_a_layer(program: Program) -> int:

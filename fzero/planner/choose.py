@@ -76,7 +76,8 @@ def plan(
         return _planned(one, problem, most, phase)
 
     found = fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
-    return replace(found, spec=found.spec.but(planned=found.choices))
+    chosen = found.choices.keys() - {"device"}  # the machine says it, no plan: another start may find another
+    return replace(found, spec=found.spec.but(planned=chosen))
 
 
 def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:
@@ -103,6 +104,8 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
     seconds = step_seconds(lowered, problem.machine)
     if concrete.device_bytes != spec.device_bytes:
         rest = {**rest, "device_bytes": Choice(concrete.device_bytes, "the program fits only under it", CHOSEN)}
+    if concrete.device != spec.device:
+        rest = {**rest, "device": Choice(concrete.device, f"the type of {problem.hardware.name}", CHOSEN)}
     if spec.phases is not None:
         concrete = replace(concrete, optimizer=spec.optimizer, step=spec.step)
         lowered = replace(lowered, phase=phase or spec.phases.first)

@@ -80,7 +80,7 @@ class Planned:
         >>> meta = torch.empty(64, 64, device="meta")
         >>> print(fzero.plan(spec, {"w": meta}, torch.empty(8, 64), world_size=2, hardware="h100").python())
         dataclasses.replace(spec, mesh={'dp': 2}, zero=3, microbatches=1, remat='none', offload=None,
-        prefetch=..., bucket_bytes=...)
+        prefetch=..., bucket_bytes=..., device='cuda')
         """
         values = ", ".join(f"{name}={getattr(self.spec, name)!r}" for name in self.choices)
         return f"dataclasses.replace(spec, {values})"

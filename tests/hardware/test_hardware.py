@@ -155,6 +155,9 @@ def test_a_file_says_what_its_devices_are(tmp_path: Path) -> None:
     file = tmp_path / "machine.toml"
     file.write_text(hardware.to_toml(machine))
     assert hardware.load(file).type == "cuda"
-    file.write_text(hardware.to_toml(machine).replace('"cuda"', '"gpu"'))
-    with pytest.raises(SpecError, match="type = 'gpu': needed one of cpu, cuda"):
-        hardware.load(file)
+    for wrong, text in (("'gpu'", '"gpu"'), ("0", "0"), (r"\[\]", "[]")):
+        file.write_text(hardware.to_toml(machine).replace('"cuda"', text))
+        with pytest.raises(SpecError, match=f"type = {wrong}: needed one of cpu, cuda"):
+            hardware.load(file)
+    with pytest.raises(SpecError, match=r"hardware 'RTX .* type = 'gpu': needed one of cpu, cuda"):
+        replace(machine, type="gpu")

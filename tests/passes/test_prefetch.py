@@ -79,6 +79,15 @@ def test_in_a_pipeline_what_stays_gathered_starts_at_the_beginning() -> None:
     assert shown(prefetch(dropped, 1).ops)[:2] == ["all_gather p0 -> f0  axis=dp", "run h -> h"]
 
 
+def test_what_stays_gathered_passes_what_does_not() -> None:
+    """Of two stages: the gathers of the other stay near their uses, and hold up none that is made once."""
+    text = TEXT.replace("b1 length=64", "b1 length=64 gathered=kept").replace(
+        "b2 length=64", "b2 length=64 gathered=kept"
+    )
+    first = shown(prefetch(replace(written(text, mesh="pp=2 dp=2"), role=1), 1).ops)
+    assert [line.split()[3] for line in first[:3]] == ["f1", "f2", "f0"]
+
+
 def test_the_programs_cap_is_what_this_depth_needs() -> None:
     """From its start to its last use a gathered buffer counts."""
     for depth, held in ((0, 2), (1, 2), (2, 3), (9, 3)):

@@ -132,18 +132,35 @@ def test_a_wait_comes_before_the_next_start() -> None:
     assert scheduled(receiving(text))[2:6] == lines(receiving("\n".join(expected)))
 
 
-def test_at_stage_1_nothing_is_waited_for_in_the_backward() -> None:
+def test_at_stage_1_the_shares_of_a_layer_are_in_flight() -> None:
+    """Of two ranks those of two: what is reduced has its room in any case."""
     done = scheduled(STEP, end="abc")
-    assert done[1] == "reduce_scatter g:a -> r:a  axis=dp"
-    assert done[-4:] == lines("wait r:a\nwait r:b\nwait r:c\nrun r:a r:b r:c m -> p:a")
+    first, *following = (f"reduce_scatter g:{name} -> r:{name}  axis=dp" for name in "abc")
+    assert done[1] == first
+    assert done[4:8] == [following[0], "run h -> g:c", "wait r:a", following[1]]
+    assert done[-3:] == lines("wait r:b\nwait r:c\nrun r:a r:b r:c m -> p:a")
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_at_stage_1_nccl_needs_no_more_than_a_layer_beside_whole_gradients(ranks: int) -> None:
+    program = cases.lowered(ranks, zero=1, params=cases.layers(depth=6), device="cuda").program
+    sizes = [bucket.length * 4 for bucket in program.buckets.values()]
+    assert program.transport == "nccl"
+    assert max(live_bytes(program.ops, program.buffers, lambda b: b.kind == "grad")) <= sum(sizes) + max(sizes)
 
 
 def test_the_buckets_of_a_chunk_are_in_flight_together() -> None:
     """They are waited for where the first of the next chunk starts: in a pipeline others wait for a role that waits."""
     text = STEP.replace("g:a  region=r0", "g:a  region=r0 chunk=1").replace("]  region=r0", "]  region=r0 chunk=1")
-    program = written(BUFFERS + text.replace("g:c  region=r0", "g:c  region=r0 chunk=0"), mesh="pp=2 dp=2")
+    text = text.replace("g:c  region=r0", "g:c  region=r0 chunk=0")
+    expected = lines("run h -> g:c  chunk=0\nwait r:a\nwait r:b\nreduce_scatter g:c -> r:c  axis=dp")
+    program = written(BUFFERS + text, mesh="pp=2 dp=2")
     ops = shown(schedule_reductions(replace(program, role=0)).ops)
-    assert ops[5:9] == lines("run h -> g:c  chunk=0\nwait r:a\nwait r:b\nreduce_scatter g:c -> r:c  axis=dp")
+    assert ops[5:9] == expected
+    sums = "".join(f"run g:{name} g2:{name} -> g:{name}  flat=1\n" for name in "abc")  # over microbatches, of no chunk
+    program = written(BUFFERS + text.replace("all_reduce_small", f"{sums} all_reduce_small"), mesh="pp=2 dp=2")
+    ops = shown(schedule_reductions(replace(program, role=0)).ops)
+    assert ops[7:12] == [expected[0], "run g:c g2:c -> g:c", *expected[1:]]
 
 
 def test_without_overlap_it_is_waited_for_at_once() -> None:
@@ -212,6 +229,19 @@ def test_the_sum_over_a_further_axis_starts_when_the_first_has_arrived(end: str)
     assert done.index("wait o:a") > places[0] + 1 or end
 
 
+@pytest.mark.parametrize("end", ["", "abc"])
+def test_so_does_one_whose_source_is_coded_anew(end: str) -> None:
+    """What an op makes of the first sum is sent as early, and at stage 1 it is no gradient of another microbatch."""
+    text = STEP.replace("run r:a r:b r:c m", "run o:a o:b o:c m")
+    for name in "abc":
+        coded = f"wait r:{name}\n run r:{name} -> g2:{name}[0:32:32] flat=1\n"
+        text = text.replace(f"wait r:{name}", f"{coded} all_to_all g2:{name} -> o:{name}  axis=dp_out\n wait o:{name}")
+    done = scheduled(text, end=end, mesh="dp_out=2 dp=2")
+    last = done.index("run h -> g:c")
+    assert (done.index("wait r:a") < last) == (end == "")
+    assert (done.index("all_to_all g2:a -> o:a  axis=dp_out") < last) == (end == "")
+
+
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_to_all", "all_reduce"])
 def test_every_kind_that_brings_gradients_together_moves(kind: str) -> None:
     assert f"{kind} g:a -> r:a  axis=dp" == scheduled(STEP.replace("reduce_scatter g:a", f"{kind} g:a"))[1]
@@ -262,8 +292,8 @@ def test_sums_that_follow_one_another_keep_their_order() -> None:
 
 
 def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_under_1() -> None:
-    def most_grads(zero: int) -> int:
-        program = cases.lowered(zero=zero, params=cases.layers(depth=6), prefetch=0).program
+    def most_grads(zero: int, **given: Any) -> int:
+        program = cases.lowered(zero=zero, params=cases.layers(depth=6), prefetch=0, **given).program
         live: set[str] = set()
         most = 0
         for op in program.ops:
@@ -274,6 +304,7 @@ def test_a_full_gradient_bucket_never_outlives_its_reduction_under_2_and_does_un
 
     assert most_grads(1) == 6
     assert most_grads(2) <= 2  # the one being reduced and the one being filled
+    assert most_grads(2, device="cuda") <= 2
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp_out": 2, "dp": 2}])

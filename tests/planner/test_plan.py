@@ -83,6 +83,18 @@ def test_the_answer_is_text_that_makes_the_same_program() -> None:
     assert again.digest == found.lowered.digest
 
 
+def test_the_text_has_the_device_of_the_machine() -> None:
+    """Over NCCL a program has other buffers. The machine says it: a checkpoint does not hold it."""
+    pinned: dict[str, Any] = {"mesh": {"dp": 4}, "zero": 2, "microbatches": 1, "remat": "none", "offload": None}
+    machine, spec = replace(TOY, type="cuda"), given(**pinned)
+    found = planned(spec, hardware=machine)
+    pasted = eval(found.python(), {"dataclasses": dataclasses, "spec": spec})
+    assert pasted.device == found.spec.device == "cuda"
+    assert fzero.lower(pasted, layers(3, 64), torch.empty(4, 64, device="meta")).digest == found.lowered.digest
+    assert "device" not in found.spec.planned
+    assert "device" not in planned(given(**pinned, device="cpu"), hardware=machine).choices
+
+
 def pasted_mesh(spec: fzero.Spec) -> int:
     sizes = dict(spec.mesh or {})
     return sizes.get("dp", 1) * sizes.get("dp_out", 1)
