@@ -318,6 +318,7 @@ def test_a_dtype_that_no_buffer_holds_is_refused() -> None:
     said(TreeError, lambda: fzero.init({"v": odd}, spec()), "params['v']", "torch.bits16", "Convert it first")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_are_refused_with_the_padded_form() -> None:
     rows = [torch.ones(2), torch.ones(3)]
     for ragged in (torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)):
