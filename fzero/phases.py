@@ -49,7 +49,7 @@ class Phases(Generic[T]):
     def at(self, step: int) -> str:
         """The name of the phase that a step is of. Raises SpecError if there is none of that name."""
         name = self.of(step)
-        if name not in self.each:
+        if not isinstance(name, str) or name not in self.each:
             raise SpecError(
                 f"Phases: step {step} is of phase {name!r}: needed one of {', '.join(map(repr, self.each))}"
             )
@@ -69,8 +69,17 @@ class Phases(Generic[T]):
 
         >>> Phases.after(2, ("warmup", 1), ("coded", 2)).at(2)
         'coded'
+
+        Raises SpecError for two phases of one name, and for steps that are no int.
         """
+        if type(steps) is not int:
+            raise SpecError(f"Phases.after(steps={steps!r}): needed an int, the number of steps of the first phase")
+        if before[0] == then[0]:
+            raise SpecError(f"Phases.after: both phases are named {then[0]!r}: needed two names")
         return cls(lambda step: before[0] if step < steps else then[0], dict((before, then)))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # for copies: `each` is a view of a dict, of which none can be made
+        return type(self), (self.of, dict(self.each))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("init", "update"):

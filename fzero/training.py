@@ -169,8 +169,13 @@ def _joined(loss: Callable[..., Any], precision: Precision) -> Callable[..., Any
     return whole
 
 
-def _updated(loss: Callable[..., Any], frozen: Any, new: Mapping[str, torch.Tensor]) -> Any:
+def _updated(loss: Callable[..., Any], frozen: Any, new: Any) -> Any:
     """The leaves that do not train, with what the loss makes of some. Raises CaptureError for another leaf."""
+    if not isinstance(new, Mapping):
+        raise CaptureError(
+            f"metric {UPDATED!r} of {defined_at(loss)}: that name is kept for new values of frozen leaves, a dict by "
+            "path. Give it another"
+        )
     paths = tree.flatten(frozen)[0]
     for path in new:
         if path not in paths:

@@ -341,7 +341,8 @@ def _tensors_of(mean: Mean, fn: Callable[..., Any], *, trained: bool = False) ->
     if not isinstance(total, Tensor) or total.ndim != 0 or not total.dtype.is_floating_point:
         raise CaptureError(f"Mean(total=...) of {name} is {describe(total)}: needed a floating 0-d tensor, a .sum()")
     if isinstance(count, int | float) and not isinstance(count, bool):
-        count = torch.full((), count, device=total.device)
+        dtype = total.dtype if isinstance(count, float) else torch.int64
+        count = torch.full((), count, dtype=dtype, device=total.device)
     if not isinstance(count, Tensor) or count.ndim != 0:
         raise CaptureError(
             f"Mean(count=...) of {name} is {describe(count)}: needed a number, or a 0-d tensor, as mask.sum()"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero._torch_compat import FakeTensorMode, fake_empty, gradient_hooks
-from fzero.capture.remedies import SPARSE
+from fzero.capture.remedies import RAGGED, SPARSE
 from fzero.errors import TreeError, leaf_name
 from fzero.ir.records import DTYPE_NAMES, buffer_name
 
@@ -46,10 +46,12 @@ def check_hooks(name: str, value: torch.Tensor) -> None:
 
 
 def check_leaf(name: str, value: torch.Tensor) -> None:
-    """Raises TreeError for a tensor that no buffer can hold: a sparse or quantised one, or one of another dtype.
+    """Raises TreeError for a tensor that no buffer can hold: a sparse, nested or quantised one, or of another dtype.
 
     `value` may be fake; `name` is how the error calls it.
     """
+    if value.is_nested:
+        raise TreeError(f"{name} is a nested tensor. {RAGGED}")
     if value.layout is not torch.strided:
         raise TreeError(f"{name} is a tensor of {value.layout}. {SPARSE}")
     if value.dtype not in DTYPE_NAMES or value.is_quantized:

@@ -10,6 +10,7 @@ from fzero.compile import fault_report
 from fzero.compile.captures import Captures
 from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
+from fzero.compile.phase_states import check_phase_state
 from fzero.compile.step import lower_step
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
@@ -41,7 +42,7 @@ def checked_step(
     lowered: Lowered | None = None
     if spec.phases is not None and fn is None:
         phase = phase or spec.phases.first
-    spec = spec.in_phase(phase)
+    given, spec = spec, spec.in_phase(phase)
     try:
         lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures)
         lowered = replace(lowered, phase=phase)
@@ -51,4 +52,9 @@ def checked_step(
         error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
         programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
         raise fault_report.explained(error, spec, plan, batch, programs, reduce) from error
+    except Exception as error:
+        if phase:
+            check_phase_state(given, phase, state, error)
+            error.add_note(f"in phase {phase!r}")
+        raise
     return lowered

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from os import PathLike
@@ -77,6 +77,8 @@ class Log:
                 raise SpecError(f"Log({name}={value!r}): needed a number > 0, or None")
         if not (rate is None or callable(rate) or type(rate) in (int, float)):
             raise SpecError(f"Log(rate={rate!r}): needed a number, a schedule (as fzero.optim.warmup_cosine), or None")
+        if not isinstance(to, Iterable):
+            raise SpecError(f"Log(to=...) is {type(to).__name__}: needed a list of trackers, as to=[tracker]")
         self.path: Path | None = None if path is None else Path(path)
         self.every: int = every
         self.rate: float | Schedule | None = rate
@@ -128,7 +130,8 @@ class Log:
     # --- pieces
 
     def _record(self, state: State, more: dict[str, float]) -> dict[str, Any]:
-        record: dict[str, Any] = {"step": state.step, **_metrics(state), **_numbers(more)}
+        own = {"step": state.step}  # also where a metric has that name
+        record: dict[str, Any] = own | _metrics(state) | _numbers(more) | own
         now = time.monotonic()  # after the read, which waits for the device
         steps, began = self._last or (state.step, now)
         self._last = (state.step, now)

@@ -67,6 +67,8 @@ def plot(runs: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError:
         raise DataError("fzero plot needs matplotlib: pip install matplotlib") from None
+    if not out.suffix:  # matplotlib would add one, and the file would be another than is told
+        raise DataError(f"{out}: needed a file's name that ends in .png, .svg or .pdf")
     panels = [panel for panel in PANELS if any(_points(records, panel[1]) for records in runs.values())]
     if not panels:
         raise DataError(f"no run has a loss, a speed or a memory to draw: {', '.join(runs)}")

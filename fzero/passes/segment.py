@@ -79,10 +79,9 @@ def _instantiated(
 ) -> list[Op]:
     """One run for each piece of a region's run; adds buffers for values that cross a border."""
     region, m = op.region, op.microbatch
-    holders = pieces[0].inputs[0].graph if pieces and pieces[0].inputs else None
     where: dict[fx.Node, Ref] = {}
     num_outputs = op.num_outputs
-    graph = holders or pieces[0].dests[0].graph
+    graph = next(node.graph for piece in pieces for node in (*piece.inputs, *piece.dests, *piece.outputs))
     inputs = fx_nodes.placeholders(graph)
     where.update(zip(inputs, [*op.reads, *op.writes[num_outputs:]], strict=True))
     finals = dict(zip(fx_nodes.outputs(graph), op.writes[:num_outputs], strict=True))

@@ -6,7 +6,8 @@ tried is where a line through their peaks meets the budget. It ends when the two
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,7 +63,8 @@ def longest(
 
     The answer is exact: the program of its length is planned and verified within the budget, and a step more is
     refused. Under the budget less is brought ahead, as in any step. Raises SpecError if not even one step fits, and as
-    `fzero.lower`.
+    `fzero.lower`, with the length that was tried as a note: lengths are tried that are longer than the answer, so a
+    table of positions in `params_like` needs rows for them.
 
     >>> import torch, fzero
     >>> spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))
@@ -86,7 +88,8 @@ def longest(
         one = _spec_of(spec, length)
         batch = tree.map(lambda x: _resized(x, dim, length), batch_like)
         given: dict[str, Any] = {"world_size": world_size, "key": key}
-        peak = lower(replace(one, device_bytes=None), params_like, batch, **given).memory.peak
+        with _told(length, dim):
+            peak = lower(replace(one, device_bytes=None), params_like, batch, **given).memory.peak
         if peak <= budget:
             return peak
         try:  # with less brought ahead
@@ -149,6 +152,19 @@ class _Steps:
                 half = (low + high) // 2
                 low, high = (half, high) if self.fits(half) else (low, half)
         return Longest(low * self.step, self.peak(low), high * self.step, self.peak(high), self.budget)
+
+
+@contextmanager
+def _told(length: int, dim: int) -> Iterator[None]:
+    """Adds the length to an error: the loss may be one of fewer tokens."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"fzero.longest tried {length:,} tokens: dim {dim} of the batch's tensors had that length, other dims were "
+            "as given. If a leaf of params_like has a row for each position, give it more rows"
+        )
+        raise
 
 
 def _spec_of(spec: Spec | Callable[[int], Spec], length: int) -> Spec:

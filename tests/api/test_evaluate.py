@@ -229,6 +229,12 @@ def test_refusals_leave_the_state_usable(fn: Any, message: str) -> None:
 usable: list[fzero.State] = []  # the state of the test above, which goes on from case to case: its step is traced once
 
 
+def test_a_function_of_nothing_is_evaluated() -> None:
+    """A region that reads no value: cutting it into segments was an IndexError."""
+    state = fzero.init(params, spec(), key=random.key(0))
+    assert fzero.evaluate(state, whole(), lambda p, b: torch.arange(3) + 1).tolist() == [1, 2, 3]
+
+
 def test_a_donated_state_cannot_be_evaluated() -> None:
     state = fzero.init(params, spec(), key=random.key(0))
     fzero.step(state, whole())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,53 @@ def test_the_phase_to_lower_and_to_plan_is_an_argument() -> None:
     assert planned.spec.phases.at(2) == "outer"
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (optim.adamw(0.1), optim.sgd(0.1, momentum=0.9), r"no state\['opt_state/momentum/w'\], which it needs"),
+        (optim.sgd(0.1), optim.sgd(0.1, momentum=0.9), r"holds no state\['opt_state/momentum/w'\], which it needs"),
+        (optim.adamw(0.1), optim.sgd(0.1), r"holds state\['opt_state/mu/w'\], which it has not"),
+        (optim.adamw(0.1), optim.adamw8bit(0.1), r"no state\['opt_state/mu/codes/w'\], which it needs"),
+    ],
+    ids=["sgd", "momentum", "plain", "codes"],
+)
+def test_optimizers_of_other_states_are_told_by_phase_and_leaf(first: Any, then: Any, said: str) -> None:
+    """It was an AttributeError of a library's NamedTuple, or a TreeError that named no phase."""
+    phases = Phases.after(100, ("first", first), ("then", then))
+    state = fzero.init({"w": torch.ones(3)}, fzero.Spec(loss=loss, optimizer=phases))
+    with pytest.raises(
+        fzero.SpecError, match=rf"phase 'then' cannot work on the state that phase 'first' made.*{said}"
+    ):
+        fzero.step(state, batch(0))
+
+
+def test_an_update_may_take_the_state_of_another_init() -> None:
+    """Only what cannot be lowered is compared: an optimizer for later steps alone may have any `init`."""
+    adam = optim.adam(0.1)
+    late = optim.GradientTransformation(lambda params: (), adam.update)
+    state = fzero.init({"w": torch.ones(3)}, fzero.Spec(loss=loss, optimizer=Phases.after(1, ("a", adam), ("b", late))))
+    one = trained(state, range(2))
+    other = trained(fzero.init({"w": torch.ones(3)}, fzero.Spec(loss=loss, optimizer=adam)), range(2))
+    assert torch.equal(one.params["w"].full(), other.params["w"].full())
+
+
+def test_an_error_of_a_phase_names_it() -> None:
+    def wrong(state: Any, batch: Any) -> Any:
+        raise ValueError("wrong")
+
+    one = fzero.Spec(step=Phases.after(100, ("right", lambda state, batch: (state, {})), ("wrong", wrong)))
+    with pytest.raises(ValueError, match="wrong") as caught:
+        fzero.lower(one, {"w": torch.ones(3)}, torch.ones(3), world_size=1, phase="wrong")
+    assert "in phase 'wrong'" in caught.value.__notes__
+
+
+def test_phases_can_be_copied_and_pickled() -> None:
+    """A launcher sends a Spec to its workers: what it is made of was a view that neither can take."""
+    phases = Phases(every_third, {"inner": 1, "outer": 2})
+    for again in (copy.deepcopy(phases), pickle.loads(pickle.dumps(phases))):
+        assert (again.at(2), again["outer"], again) == ("outer", 2, phases)
+
+
 def test_what_is_no_phase_is_refused() -> None:
     with pytest.raises(fzero.SpecError, match="step 0 is of phase 'c': needed one of 'a', 'b'"):
         Phases(lambda step: "c", {"a": 1, "b": 2})
@@ -181,6 +230,12 @@ def test_what_is_no_phase_is_refused() -> None:
         fzero.step(state, batch(4))
     with pytest.raises(fzero.SpecError, match="needed a function from a step number"):
         Phases("a", {"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(fzero.SpecError, match=r"step 0 is of phase \['a'\]: needed one of 'a'"):
+        Phases(lambda step: ["a"], {"a": 1})  # type: ignore[arg-type,return-value]
+    with pytest.raises(fzero.SpecError, match=r"Phases.after\(steps='2'\): needed an int"):
+        Phases.after("2", ("a", 1), ("b", 2))  # type: ignore[arg-type]
+    with pytest.raises(fzero.SpecError, match=r"Phases.after: both phases are named 'a': needed two names"):
+        Phases.after(2, ("a", 1), ("a", 2))
     with pytest.raises(fzero.SpecError, match="needed a dict with a value for each name"):
         Phases(lambda step: "a", [1])  # type: ignore[arg-type]
     with pytest.raises(fzero.SpecError, match=r"Spec\(optimizer=3\): needed one of fzero.optim"):

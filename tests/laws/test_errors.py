@@ -318,6 +318,15 @@ def test_a_dtype_that_no_buffer_holds_is_refused() -> None:
     said(TreeError, lambda: fzero.init({"v": odd}, spec()), "params['v']", "torch.bits16", "Convert it first")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused_with_the_padded_form() -> None:
+    rows = [torch.ones(2), torch.ones(3)]
+    for ragged in (torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)):
+        with changes_nothing() as state:
+            said(TreeError, lambda x=ragged: fzero.step(state, with_y(x)), "batch['y'] is a nested tensor", "padded")
+        said(TreeError, lambda x=ragged: fzero.init({"v": x}, spec()), "params['v'] is a nested tensor", "padded")
+
+
 def test_a_leaf_of_the_state_is_no_batch() -> None:
     with changes_nothing() as state:
         said(TreeError, lambda: fzero.step(state, {**batch(), "y": state.params["v"]}), "batch['y'] is ShardedTensor")

@@ -161,6 +161,7 @@ def test_narrow_metrics_are_summed_in_fp32_and_get_no_gradient() -> None:
     ("metrics", "said"),
     [
         (lambda p, b: {"loss": b.mean()}, r"metric 'loss' of .*the step has a metric of that name.*Give it another"),
+        (lambda p, b: {"updated": b.mean()}, r"metric 'updated' of .*new values of frozen leaves.*Give it another"),
         (lambda p, b: {"lr": 0.1}, r"metric 'lr' of .* is the Python value 0.1: it would stay what it was"),
         (lambda p, b: {"c": b.sum().to(torch.complex64)}, r"metric 'c' of .*needed a real tensor"),
         (lambda p, b: {"m": fzero.Mean(b, b.sum())}, r"Mean\(total=...\) of .*needed a floating 0-d tensor"),

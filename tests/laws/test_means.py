@@ -235,6 +235,14 @@ def test_a_count_may_be_a_number() -> None:
         assert torch.equal(by_number[1]["w"], by_tensor[1]["w"])
 
 
+def test_a_count_that_is_a_float_has_the_bits_of_the_total() -> None:
+    """Of a float64 total it was a float32: the loss and its gradients were off by 1e-8."""
+    params, x = {"w": torch.ones(3, dtype=torch.float64)}, torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    value, grads = fzero.value_and_grad(lambda p, b: Mean((p["w"] * b).sum(), 0.1))(params, x)
+    assert float(value) == 7.0 / 0.1
+    assert torch.equal(grads["w"], x / 0.1)
+
+
 def _correct(p: Any, b: Any) -> Mean:
     return Mean((b["x"] * p["w"] > 0).sum(), len(b["x"]))
 

@@ -16,6 +16,7 @@ import fzero
 from fzero import Log, optim
 from fzero.errors import SpecError
 from fzero.log.log import _metrics
+from fzero.log.plot import read
 from fzero.log.progress_log import Progress, text
 
 
@@ -69,6 +70,21 @@ def test_a_record_every_few_steps(tmp_path: Path) -> None:
     assert tracker.records == [(r["step"], {n: v for n, v in r.items() if n != "step"}) for r in records if r]
 
 
+def test_a_metric_named_step_is_not_the_number_of_the_step(tmp_path: Path) -> None:
+    """It took its place, as a float: `fzero plot` refused the file, and trackers got the metric as the step."""
+
+    def step(state: Any, batch: torch.Tensor) -> Any:
+        return {"w": state["w"] + 1.0}, {"step": state["w"].sum() / 4}
+
+    state = fzero.init({"w": torch.ones(2)}, fzero.Spec(step=step))
+    tracker = Memory()
+    with Log(tmp_path / "log.jsonl", every=1, to=[tracker], show=False) as log:
+        record = log(fzero.step(state, torch.ones(2)))
+    assert record is not None
+    assert next(iter(record)) == "step"
+    assert record["step"] == read(tmp_path)[0]["step"] == tracker.records[0][0] == 1
+
+
 def test_a_file_is_appended_to(tmp_path: Path) -> None:
     for state in states(2):
         with Log(tmp_path / "log.jsonl", every=1, show=False) as log:
@@ -89,6 +105,11 @@ def test_the_scale_and_skipped_steps_of_fp16() -> None:
     assert second is not None
     assert (first["skipped"], first["finite"], first["loss_scale"]) == (1.0, 0.0, 2.0**16)
     assert second["rate"] == 0.0, "a skipped step is no count of the schedule"
+
+
+def test_a_tracker_outside_of_a_list_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"Log\(to=...\) is Memory: needed a list of trackers, as to=\[tracker\]"):
+        Log(to=Memory(), show=False)  # type: ignore[arg-type]
 
 
 class Broken:

@@ -59,6 +59,8 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     run(tmp_path / "log.jsonl")
     with pytest.raises(DataError, match="cannot be written"):
         plot.plot({"a": plot.read(tmp_path)}, tmp_path / "picture.txt2")
+    with pytest.raises(DataError, match=r"picture: needed a file's name that ends in \.png, \.svg or \.pdf"):
+        plot.plot({"a": plot.read(tmp_path)}, tmp_path / "picture")
 
 
 def test_runs_are_named_by_what_tells_them_apart() -> None:

@@ -95,6 +95,19 @@ def test_lengths_that_differ_are_refused_by_name() -> None:
         fzero.longest(fzero.Spec(loss=loss, optimizer=SGD), LIKE, uneven, device_bytes=1_000_000)
 
 
+def test_an_error_of_a_length_says_which_was_tried() -> None:
+    """A table of positions ends the search: the error was torch's of two sizes, with a length that nobody gave."""
+
+    def positions(p: Any, b: Any) -> torch.Tensor:
+        return loss(p, b) + (F.embedding(b["x"], p["embed"]) * p["at"][: b["x"].shape[1]]).sum()
+
+    like = {**LIKE, "at": torch.empty(64, D, device="meta")}
+    with pytest.raises(RuntimeError) as caught:
+        fzero.longest(fzero.Spec(loss=positions, optimizer=SGD), like, batch(48), device_bytes=1 << 30)
+    (note,) = [note for note in caught.value.__notes__ if "fzero.longest" in note]
+    assert note.startswith("fzero.longest tried 96 tokens: dim 1 of the batch's tensors")
+
+
 def test_memory_that_does_not_grow_is_refused() -> None:
     spec = fzero.Spec(loss=lambda p, b: p["w"].square().sum() + b["x"][:, 0].sum(), optimizer=SGD)
     with pytest.raises(SpecError, match="Needed a step whose memory grows with the length"):
