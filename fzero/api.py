@@ -11,10 +11,10 @@ import torch
 from fzero import backend, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
-from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
 from fzero.capture.static import Static
 from fzero.comm.agree import Same, agree
+from fzero.compile.batch_key import check_batch
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import check_key, recipe_for
@@ -167,7 +167,7 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
             batch = runtime.settled(batch, step=state.step)
         else:
             batch = {**batch, "batch": runtime.settled(batch["batch"], fn)}
-        _check_batch(batch if fn is None else batch["batch"], runtime.device)
+        check_batch(batch if fn is None else batch["batch"], runtime.device)
         lowered = runtime.compiled(batch, fn, state.step)
         digest = " ".join([lowered.digest, *(x.text for x in tree.flatten(batch)[1] if isinstance(x, Static))])
         if backend.of(runtime.device).on_host:  # where a sum rounds by the number of threads
@@ -237,16 +237,3 @@ def _check_scale(state: State) -> None:
         "and stepped again. Look for an infinity or nan in the batch or the loss, or use precision='bf16', or "
         "LossScale(minimum=...) below this one"
     )
-
-
-def _check_batch(batch: Any, device: torch.device) -> None:
-    """Raises TreeError for a leaf of the batch on another device, with a gradient, or that no buffer can hold."""
-    for path, leaf in zip(*tree.flatten(batch)[:2], strict=True):
-        name = leaf_name("batch", path)
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        if leaf.device != device:
-            raise TreeError(f"{name} is on {leaf.device}, the state on {device}. Move it there")
-        if leaf.requires_grad:
-            raise TreeError(f"{name} requires grad, which no step would use. detach() it")
-        check_leaf(name, leaf)

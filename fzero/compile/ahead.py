@@ -10,9 +10,9 @@ import torch
 from fzero import backend, progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
-from fzero.capture.leaves import check_leaf
 from fzero.comm.transport import transport_name
 from fzero.compile import decide
+from fzero.compile.batch_key import check_batch, key_of
 from fzero.compile.captures import Captures
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
@@ -24,7 +24,7 @@ from fzero.compile.state_recipe import recipe_for
 from fzero.compile.step import fakes_on
 from fzero.compile.traced_device import traced_device
 from fzero.cost.bucket_costs import kept_bucket_costs
-from fzero.errors import SpecError, leaf_name
+from fzero.errors import SpecError
 from fzero.ir.decisions import Decisions
 from fzero.spec import Spec, check_spec
 
@@ -102,9 +102,8 @@ def lower_again(
     costs = kept_bucket_costs(transport, mesh)
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
-    for path, leaf in zip(*tree.flatten(batch_like)[:2], strict=True):
-        if isinstance(leaf, torch.Tensor):
-            check_leaf(leaf_name("batch", path), leaf)
+    check_batch(batch_like)
+    key_of(batch_like, device)  # as `step` refuses what could change unseen
     with progress.shown("lowering the step"):
         lowered = checked_step(
             spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase,

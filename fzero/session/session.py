@@ -23,6 +23,7 @@ from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.transport import Transport
 from fzero.compile import fault_report
+from fzero.compile.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import return_freed
 from fzero.compile.lowered import Lowered
@@ -36,7 +37,6 @@ from fzero.runtime import compile_segments
 from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
-from fzero.session.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.session.leaf_gathers import LeafGathers
 from fzero.spec import Spec
 from fzero.state.homes import Homes

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fzero
-from fzero.session import batch_key, session
+from fzero.compile import batch_key
+from fzero.session import session
 
 CPU = torch.device("cpu")
 X = torch.ones(2, 3)
@@ -210,3 +211,27 @@ def test_no_more_evaluations_are_kept_than_are_said(monkeypatch: pytest.MonkeyPa
         fzero.evaluate(state, torch.ones(3), fn)
     assert [called for called, *_ in session.session_of(state).evaluations] == [*map(batch_key.Called, (first, third))]
     assert session.MAX_EVALUATIONS == 2
+
+
+@dataclass
+class Opaque:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (Opaque(X), "Give vars"),
+        (torch.ones(2, requires_grad=True), r"batch\['x'\] requires grad, which no step would use"),
+        (np.ones(2), "Give torch.from_numpy"),
+    ],
+)
+def test_a_batch_that_a_step_refuses_is_refused_ahead_of_it(leaf: Any, said: str) -> None:
+    def loss(params: Any, batch: Any) -> torch.Tensor:
+        return (params["w"] * (batch["x"].x if isinstance(batch["x"], Opaque) else batch["x"])).sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.errors.TreeError, match=said):
+        fzero.lower(spec, {"w": torch.ones(2)}, {"x": leaf})
+    with pytest.raises(fzero.errors.TreeError, match=said):
+        fzero.step(fzero.init({"w": torch.ones(2)}, spec), {"x": leaf})

@@ -21,6 +21,7 @@ import torch
 
 from fzero import tree
 from fzero.capture import ambient
+from fzero.capture.leaves import check_leaf
 from fzero.capture.provenance import describe
 from fzero.capture.static import Static
 from fzero.errors import TreeError, leaf_name
@@ -63,6 +64,20 @@ def key_of(batch: Any, device: torch.device, phase: str = "") -> Key:
     shown = [(path, _entry(leaf_name("batch", path), leaf)) for path, leaf in zip(paths, leaves, strict=True)]
     structure = str(treedef), *_orders(treedef)
     return (tuple(shown), structure, *ambient.settings(device), f"phase {phase!r}")
+
+
+def check_batch(batch: Any, device: torch.device | None = None) -> None:
+    """Raises TreeError for a leaf of the batch with a gradient, that no buffer can hold, or on another device than this
+    one."""
+    for path, leaf in zip(*tree.flatten(batch)[:2], strict=True):
+        name = leaf_name("batch", path)
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        if device is not None and leaf.device != device:
+            raise TreeError(f"{name} is on {leaf.device}, the state on {device}. Move it there")
+        if leaf.requires_grad:
+            raise TreeError(f"{name} requires grad, which no step would use. detach() it")
+        check_leaf(name, leaf)
 
 
 def has_plain(batch: Any) -> bool:
