@@ -42,7 +42,8 @@ class Mean:
     `total` is a 0-d floating tensor of at least 32 bits; `count` a number, or a 0-d tensor that does not depend on the
     parameters (tokens that are not masked, the sum of the weights). The loss is then sum(total) / sum(count) over all
     ranks and microbatches, and its gradient is that of this quotient, however the batch is spread. A count of 0
-    divides by 1, so without terms both are 0. The total of a metric, or of an evaluation, may be an integer: `(predicted == y).sum()`.
+    divides by 1, so without terms both are 0. The total of a metric, or of an evaluation, may be an integer:
+    `(predicted == y).sum()`.
 
     >>> import fzero
     >>> def loss(p, batch):
