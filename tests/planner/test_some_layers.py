@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,8 @@ def test_one_layer_less_does_not_fit_and_no_number_is_faster(count: int, by_coun
     assert fzero.lower(pasted, PARAMS, BATCH, world_size=1).digest == planned.lowered.digest
 
 
-def test_what_the_layers_of_a_pipeline_hold_says_how_many_fit() -> None:
+@pytest.mark.parametrize("counts", [(0, 2, 5, 6, 9, 16), pytest.param(range(17), marks=pytest.mark.acceptance)])
+def test_what_the_layers_of_a_pipeline_hold_says_how_many_fit(counts: Sequence[int]) -> None:
     """The complaint: on a line between all and none, eight roles recomputed 19 layers of 80 where 9 fit: the last
     roles hold few microbatches, and what their layers keep is nearly free."""
     roles, layers = 4, 16
@@ -79,7 +81,7 @@ def test_what_the_layers_of_a_pipeline_hold_says_how_many_fit() -> None:
     held = held_layers(problem, one, layers, sketched(problem).share)
     assert held.chunk_of == (0,) * 4 + (1,) * 4 + (2,) * 4 + (3,) * 4
     peaks = []
-    for count in range(layers + 1):
+    for count in counts:
         remat = one.remat if not count else FirstLayers(count, layers, (("layers",),)).rules
         peaks.append(
             fzero.lower(
@@ -89,8 +91,7 @@ def test_what_the_layers_of_a_pipeline_hold_says_how_many_fit() -> None:
     each = (peaks[0] - peaks[-1]) / (held.most(0) - held.most(layers))
     said = [held.fewest(peak, (0, peaks[0]), each) for peak in peaks]
     on_a_line = [layers * (peaks[0] - peak) / (peaks[0] - peaks[-1]) for peak in peaks]
-    found = [min(n for n, peak in enumerate(peaks) if peak <= budget) for budget in peaks]
-    print(found, said, on_a_line)
+    found = [min(n for n, peak in zip(counts, peaks, strict=True) if peak <= budget) for budget in peaks]
     for own, line, right in zip(said, on_a_line, found, strict=True):
         assert right <= own <= right + (line - right) / 2 + 1
     assert max(map(operator.sub, on_a_line, found)) > 8

@@ -141,7 +141,6 @@ def test_bytes_over_a_model_axis_are_near_those_of_the_program(sequence: str | N
     of = large()
     one = Candidate((("dp", 128), ("tp", 8)), 3, 1, "none", None, sequence=sequence)
     _, nbytes = sketched(of).estimates([one], of.rows, of.machine, of.rules.bytes_a_row)[one]
-    print(nbytes / found(of.rules.shard, "none", sequence).peak)
     assert nbytes == pytest.approx(found(of.rules.shard, "none", sequence).peak, rel=0.25)
 
 
