@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ try:
 except ImportError:  # no advisory locks on this system: the last of two writers at once wins
     fcntl = None  # type: ignore[assignment]
 
+POLL = 0.003  # seconds between two looks at a lock that another process holds
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -72,17 +75,43 @@ def replace(within: int, name: str, data: bytes) -> None:
         raise
 
 
+def keep_last(within: int, ending: str, files: int | None = None, nbytes: int | None = None) -> None:
+    """Removes the oldest of a folder's files of an ending, beyond so many files or bytes."""
+    found = []
+    for name in os.listdir(within):
+        if name.endswith(ending) and not name.startswith("."):
+            with contextlib.suppress(FileNotFoundError):  # another rank removed it
+                status = os.stat(name, dir_fd=within, follow_symlinks=False)
+                found.append((status.st_mtime_ns, name, status.st_size))
+    held = 0
+    for number, (_, name, size) in enumerate(sorted(found, reverse=True), 1):
+        held += size
+        if (files is not None and number > files) or (nbytes is not None and held > nbytes):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=within)
+
+
 @contextlib.contextmanager
-def locked(within: int, name: str) -> Iterator[None]:
-    """Holds the lock on a file of a folder, which is made if it is missing."""
+def locked(within: int, name: str, patience: float = math.inf) -> Iterator[None]:
+    """Holds the lock on a file of a folder, which is made if it is missing; after `patience` seconds without it."""
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | SAFE, 0o600, dir_fd=within)
     try:
         _ours(descriptor, plain=True)
         if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            end = time.monotonic() + patience
+            while not _lock(descriptor) and time.monotonic() < end:
+                time.sleep(POLL)
         yield
     finally:
         os.close(descriptor)  # which releases it
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def refused(path: Path) -> str:

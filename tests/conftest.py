@@ -35,6 +35,7 @@ from fzero.disk import direct
 
 gc.disable()  # until pytest_collection_finish
 os.environ.setdefault("FZERO_PROGRESS", "0")  # under load anything may take seconds, and say so where a test reads
+os.environ.setdefault("FZERO_KEEP_LOWERINGS", "0")  # what is tested is lowered
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, says on stdout that it finds no GPU
 # pytest listens to each logger that does not propagate, and as long as anybody listens torch writes every graph out
 logging.getLogger("torch.__trace").propagate = True

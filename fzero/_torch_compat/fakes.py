@@ -74,6 +74,11 @@ def fake_empty(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, d
     return FakeTensor(mode, made, device)
 
 
+def fake_like(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+    """The fake tensor of a tensor of the device "meta", past all modes: to be called outside of them."""
+    return FakeTensor(mode, meta, device)
+
+
 def fake_by_kernel(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: FakeTensor) -> Any:
     """An op's results by its kernel for meta tensors, of one device and `like`'s mode; None where one is not wanted.
     Past decompositions and symbolic sizes, which take fifty times as long (`in_kernel_invocation_manager`: 2.11.0,

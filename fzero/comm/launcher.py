@@ -11,6 +11,7 @@ which torchrun sets for one process, says that a world of one is meant.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -41,6 +42,17 @@ LAUNCHERS = (
     Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "", SLURM_HOST),
     Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
 )
+
+
+def crowded(world_size: int, environ: Mapping[str, str]) -> bool:
+    """Whether this machine has more ranks than cores that this process may use. Without LOCAL_WORLD_SIZE all ranks are
+    on it.
+
+    >>> crowded(1 << 20, {}), crowded(1 << 20, {"LOCAL_WORLD_SIZE": "1"})
+    (True, False)
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (_number(environ, "LOCAL_WORLD_SIZE") or world_size) > cores
 
 
 def check(environ: Mapping[str, str]) -> None:

@@ -188,7 +188,7 @@ class SharedMemoryPeers:
         self._check()
         while self.own.dropped:
             self._tell(self.peers, HEAD.pack(DROPPED, self.own.dropped.popleft()))
-        data = source.view(torch.uint8)
+        data = source.as_strided(source.shape, (1,)).view(torch.uint8)  # one element may have any stride
         size = data.numel()
         if size <= INLINE_BYTES:
             self._tell(to, HEAD.pack(LETTER, number) + data.numpy().tobytes())

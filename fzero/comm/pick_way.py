@@ -23,6 +23,7 @@ import torch
 from fzero.comm.agree import tell
 from fzero.comm.protocol import Comm
 from fzero.comm.routed import Routed
+from fzero.cost import kept_costs
 from fzero.cost.coding import nanoseconds
 from fzero.cost.rates import Rates, fitted
 from fzero.ir import kinds
@@ -35,6 +36,8 @@ TIMES = dict(zip(SIZES, (20, 10, 4), strict=True))  # alike on every rank
 LONG = 0.01  # seconds of a product that is not run again
 WAYS = {"all_gather": ("shared", "p2p", "gloo"), "reduce_scatter": ("shared", "p2p")}
 
+CODING = ("encode", "decode")
+
 Table = Mapping[tuple[str, int], str]
 
 
@@ -43,12 +46,18 @@ def _bytes(number: int) -> torch.Tensor:
 
 
 def measured(
-    comms: Mapping[str, Comm], ranks: int, world_size: int, memory: Callable[[int], torch.Tensor] = _bytes
+    comms: Mapping[str, Comm],
+    ranks: int,
+    world_size: int,
+    memory: Callable[[int], torch.Tensor] = _bytes,
+    rank: int = 0,
 ) -> tuple[dict[tuple[str, int], str], Rates]:
-    """Returns ({(kind, bytes): the fastest way}, rates), both as rank 0 measured them. Collective.
+    """Returns ({(kind, bytes): the fastest way}, rates), both as rank 0 measured them; the rates as it did first on its
+    machine, while they are near what they were. Collective.
 
     comms: a comm by name, of the names in WAYS. ranks: how many each is among. memory: makes the buffers that are
-    moved, as uint8 of a number of bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas.
+    moved, as uint8 of a number of bytes; it is `SharedMemoryPeers.allocate` if steps run in shared arenas. rank: this
+    one, of all.
     """
     keys = [(kind, size) for kind in WAYS for size in SIZES]
     moves = {key: _Move(*key, ranks, memory) for key in keys}
@@ -63,21 +72,23 @@ def measured(
     seconds = {key: costs[key][table[key]] for key in keys}
     largest = ("all_gather", SIZES[-1])
     beside = _hidden(moves[largest], comms[table[largest]])
-    speeds = [_flops(torch.bfloat16), _flops(torch.float32), _memory()]
-    coded = [figure * 1e-9 for codec in CODECS for figure in nanoseconds(codec)]
-    figures = [float(f"{value:.3g}") for value in (*coded, *seconds.values(), beside, *speeds)]
-    agreed = _from_rank_0(figures, world_size)
-    coded, (*spent, hidden, low, full, memory_bytes) = agreed[: len(coded)], agreed[len(coded) :]
-    seconds = dict(zip(keys, spent, strict=True))
-    fits = {kind: fitted({size: seconds[kind, size] for size in SIZES}) for kind in WAYS}
+    coded = {f"{codec} {way}": x * 1e-9 for codec in CODECS for way, x in zip(CODING, nanoseconds(codec), strict=True)}
+    spent = {f"{kind} {size}": took for (kind, size), took in seconds.items()}
+    speeds = {"hidden": beside, "bf16": _flops(torch.bfloat16), "f32": _flops(torch.float32), "memory": _memory()}
+    figures = {name: float(f"{value:.3g}") for name, value in {**coded, **spent, **speeds}.items()}
+    question = f"{', '.join(comms)} among {ranks} of {world_size} ranks"
+    if rank == 0:
+        figures = kept_costs.steady("transfers", question, figures, [f"{kind} {SIZES[-1]}" for kind in WAYS])
+    figures = dict(zip(sorted(figures), _from_rank_0([figures[x] for x in sorted(figures)], world_size), strict=True))
+    fits = {kind: fitted({size: figures[f"{kind} {size}"] for size in SIZES}) for kind in WAYS}
     rates = Rates(
         latency={kind: fit[0] for kind, fit in fits.items()},
         wire_bytes={kind: fit[1] for kind, fit in fits.items()},
-        hidden=hidden,
-        flops={2: low, 4: full},
-        memory_bytes=memory_bytes,
+        hidden=figures["hidden"],
+        flops={2: figures["bf16"], 4: figures["f32"]},
+        memory_bytes=figures["memory"],
         ranks=ranks,
-        coding=dict(zip(CODECS, zip(coded[::2], coded[1::2], strict=True), strict=True)),
+        coding={codec: (figures[f"{codec} encode"], figures[f"{codec} decode"]) for codec in CODECS},
     )
     return table, rates
 

@@ -87,7 +87,7 @@ def transport_for(
     joint = [axis for axis in along if axis != PIPELINE and axis in mesh.names]
     data = [axis for axis in joint if axis in DATA] or joint
     table, rates = (
-        pick_way.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block) if data else ({}, None)
+        pick_way.measured(ways[data[-1]], along[data[-1]].size, mesh.world_size, block, rank) if data else ({}, None)
     )
     if transfers == "p2p":
         shown = "point-to-point, as Spec(transfers='p2p') says"

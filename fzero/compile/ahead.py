@@ -17,6 +17,7 @@ from fzero.compile.captures import Captures
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
 from fzero.compile.decide import Deciders
+from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
@@ -83,8 +84,9 @@ def lower_again(
     phase: str = "",
     captures: Captures | None,
     verified: bool = True,
+    kept: Kept = NOTHING,
 ) -> Lowered:
-    """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified: as in
+    """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified, kept: as in
     `checked_step`."""
     ambient.check_outside("fzero.lower")
     ambient.check("lower", backward=True)
@@ -107,7 +109,7 @@ def lower_again(
     with progress.shown("lowering the step"):
         lowered = checked_step(
             spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase,
-            captures=captures, verified=verified,
+            captures=captures, verified=verified, kept=kept,
         )  # fmt: skip
     decide.check_strategies(lowered.decisions, decisions)
     return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered

@@ -14,6 +14,7 @@ import torch
 
 from fzero import tree
 from fzero.capture.graph import Graph
+from fzero.compile.kept_lowerings import Kept
 from fzero.lowering.localise import Sharding
 from fzero.plan.memory_use import MemoryUse
 from fzero.plan.state_plan import Plan
@@ -22,7 +23,7 @@ from fzero.spec import Spec
 KEPT = 12  # steps: those of a few depths and numbers of microbatches
 LATER = ({f.name for f in fields(MemoryUse)} - {"loss_chunks"}) | {"mesh", "zero", "pipeline", "reduce"}
 READ = [f.name for f in fields(Spec) if f.init and f.name not in LATER]  # fields of a spec that the graph may depend on
-Captured = tuple[Graph, Graph, Sharding | None]  # the step, that of one rank, and how it is cut
+Captured = tuple[Graph, Graph, Sharding | None, Kept]  # the step, that of one rank, how it is cut, and its place
 
 
 @dataclass

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fzero.compile import fault_report
 from fzero.compile.captures import Captures
 from fzero.compile.decide import Deciders
+from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.phase_states import check_phase_state
 from fzero.compile.step import lower_step
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
-from fzero.errors import VerifyError
+from fzero.errors import FzeroError, VerifyError
 from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 from fzero.verify.rules import verify
+
+log = logging.getLogger("fzero")
 
 
 def checked_step(
@@ -33,22 +38,52 @@ def checked_step(
     phase: str = "",
     captures: Captures | None = None,
     verified: bool = True,
+    kept: Kept = NOTHING,
 ) -> Lowered:
     """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first. verified:
-    False for programs that are only compared, and never run.
+    False for programs that are only compared, and never run. kept: where what is made is kept. What was read there and
+    is refused is made anew.
 
     Raises VerifyError with a report (`fault_report`).
     """
-    lowered: Lowered | None = None
     if spec.phases is not None and fn is None:
         phase = phase or spec.phases.first
+    make = partial(_checked, spec, state, batch, plan, transport, fn, costs, rates, deciders, phase, captures, verified)
+    try:
+        return make(kept)
+    except Exception as error:
+        if not kept.read or (isinstance(error, FzeroError) and not isinstance(error, VerifyError)):
+            raise
+        log.warning("fzero: what was kept of a lowering is of no use, and it is made anew (%s)", error)
+        kept.forget()
+    return make(NOTHING)
+
+
+def _checked(
+    spec: Spec,
+    state: Any,
+    batch: Any,
+    plan: Plan,
+    transport: str,
+    fn: Callable[..., Any] | None,
+    costs: Costs | None,
+    rates: Rates | None,
+    deciders: Deciders | None,
+    phase: str,
+    captures: Captures | None,
+    verified: bool,
+    kept: Kept,
+) -> Lowered:
+    lowered: Lowered | None = None
     given, spec = spec, spec.in_phase(phase)
     try:
-        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures)
+        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures, kept)
         lowered = replace(lowered, phase=phase)
         if verified:
             verify(lowered.roles)
     except VerifyError as error:
+        if kept.read:
+            raise  # no fault of fzero, as long as nothing was made
         error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
         programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
         raise fault_report.explained(error, spec, plan, batch, programs, reduce) from error

@@ -12,7 +12,6 @@ One whose folder cannot be written to, or that is too large, is left out, and th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -111,7 +110,7 @@ def write(report: Report) -> Path:
     name = f"verify-{hashlib.blake2b(data, digest_size=6).hexdigest()}.json"
     with private_folder.folder(folder(), make=True) as place:
         private_folder.replace(place, name, data)
-        _only_the_last(place)
+        private_folder.keep_last(place, ".json", files=KEPT)
     return folder() / name
 
 
@@ -134,14 +133,6 @@ def read(path: str | os.PathLike[str]) -> Report:
         return Report("\n".join(content["what"]), facts, programs)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no report of fzero's: {error}") from None
-
-
-def _only_the_last(place: int) -> None:
-    names = [name for name in os.listdir(place) if name.startswith("verify-")]
-    age = {name: os.stat(name, dir_fd=place, follow_symlinks=False).st_mtime for name in names}
-    for name in sorted(names, key=lambda n: (age[n], n))[:-KEPT]:
-        with contextlib.suppress(FileNotFoundError):  # another rank removed it
-            os.unlink(name, dir_fd=place)
 
 
 def _shown(value: Any) -> str:

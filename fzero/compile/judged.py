@@ -7,12 +7,16 @@ one place would be wrong in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import fx
 
 from fzero.capture.graph import Graph
+from fzero.compile.kept_lowerings import NOTHING, Kept
+from fzero.errors import VerifyError
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 from fzero.lowering.build import build
@@ -25,6 +29,8 @@ from fzero.verify.meaning import graph_meaning
 from fzero.verify.regrouped import check_regrouped
 from fzero.verify.sharding import check_sharding
 
+INPUTS = ("batch", "constant")  # kinds of buffers that a run fills, in their order
+
 
 def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
     """The program before all passes, with the meaning of the captured step."""
@@ -33,21 +39,48 @@ def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2
 
 
 def local_step(
-    graph: Graph, plan: Plan, sequence: str | None = None, choose: Chooser = cheapest
+    graph: Graph, plan: Plan, sequence: str | None = None, choose: Chooser = cheapest, kept: Kept = NOTHING
 ) -> tuple[Graph, Sharding | None]:
     """(the graph of one rank, how it lies), proven, axis by axis; the graph as it is where no axis cuts values by dims.
 
-    sequence: the axis over which sums lie in parts along dim 1. choose: a strategy for each op.
+    sequence: the axis over which sums lie in parts along dim 1. choose: a strategy for each op. kept: where proposals
+    are kept, of this graph and plan.
 
     Raises as `localise`, and VerifyError for a graph that computes something else."""
     axes = [axis for axis, _ in plan.mesh.model_axes]
     graph, sharding = unconstrained(graph, axes), None
     for axis in axes:
-        made = localise(graph, plan, axis, sequence == axis, choose)
+        made = _proposed(graph, kept.at(axis), partial(localise, graph, plan, axis, sequence == axis, choose))
         _check(graph, made, plan)
         sharding = replace(settled(made, plan), before=sharding)
         graph = sharding.local
     return graph, sharding
+
+
+def _proposed(graph: Graph, kept: Kept, make: Callable[[], Proposal]) -> Proposal:
+    """The proposal that was kept for a graph, else the one that is made. Of the graph itself nothing is kept."""
+
+    def parts() -> tuple[Any, ...]:
+        made = make()
+        outer, *own = (replace(one, chosen={}) if kept.key else one for one in (made.outer, *made.regions))
+        return made.axis, made.n, [region.gm for region in made.graph.regions], outer, tuple(own)
+
+    axis, n, graphs, outer, own = kept.of(parts)
+    regions = tuple(replace(region, gm=gm) for region, gm in zip(graph.regions, graphs, strict=True))
+    return Proposal(axis, n, replace(graph, regions=regions), outer, own)
+
+
+def check_kept(programs: Mapping[int, Program], naive: Program) -> None:
+    """Raises VerifyError unless programs that were kept are those of a step. naive: the step's, before all passes."""
+    for role, program in programs.items():
+        for name in ("meaning", "mesh", "microbatches", "transport"):
+            if getattr(program, name) != getattr(naive, name):
+                raise VerifyError(f"a kept program of role {role} has another {name} than the step")
+        if program.trainable != tuple(slot for slot in naive.trainable if slot.bucket in program.buckets):
+            raise VerifyError(f"a kept program of role {role} updates other leaves than the step")
+        given = [[n for n, b in one.buffers.items() if b.kind == kind] for one in (program, naive) for kind in INPUTS]
+        if given[: len(INPUTS)] != given[len(INPUTS) :]:
+            raise VerifyError(f"a kept program of role {role} takes other inputs than the step")
 
 
 def _check(captured: Graph, made: Proposal, plan: Plan) -> None:

@@ -23,7 +23,8 @@ from fzero.compile import decide
 from fzero.compile.captures import Captured, Captures
 from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
-from fzero.compile.judged import local_step, naive
+from fzero.compile.judged import check_kept, local_step, naive
+from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
@@ -61,15 +62,16 @@ def lower_step(
     rates: Rates | None = None,
     deciders: decide.Deciders | None = None,
     captures: Captures | None = None,
+    kept: Kept = NOTHING,
 ) -> Lowered:
     """The program of a spec's step, or of the evaluation of `fn` (`resolve.train_step`).
 
     state, batch: pytrees of tensors; only shapes and dtypes count. transport: "p2p", "shared" or "nccl". costs: kept
     measurements; without them no matrix product is measured. rates: the measured rates of the transport. deciders: they
-    choose where the spec says nothing. captures: of the same step, lowered before.
+    choose where the spec says nothing. captures: of the same step, lowered before. kept: where what is made is kept.
     """
     step, asked = train_step(spec, fn), _Asked(lowering_options(spec), deciders or decide.DECIDERS, rates)
-    make = partial(_captured, step, asked.wanted, state, batch, plan)
+    make = partial(_captured, step, asked, state, batch, plan, kept)
     captured = make() if captures is None or fn is not None else captures.of(spec, state, batch, plan, make)
     lowered = _lower(step, asked, captured, plan, transport, costs or Costs("products", measures=False))
     if fn is None:
@@ -90,7 +92,7 @@ class _Asked:
 
 
 @collector_paused()
-def _captured(step: TrainStep, wanted: LoweringOptions, state: Any, batch: Any, plan: Plan) -> Captured:
+def _captured(step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan, kept: Kept) -> Captured:
     """The step, captured, and that of one rank of the axes that cut dims."""
     progress.now("capture")
     graph = trace_step.capture(
@@ -106,16 +108,19 @@ def _captured(step: TrainStep, wanted: LoweringOptions, state: Any, batch: Any, 
     )
     if step.loss_chunks is not None:
         graph = chunked(graph, step.loss_chunks)
-    local, sharding = local_step(graph, plan, wanted.sequence)
+    axes = plan.mesh.model_axes
+    cuts = [[str(leaf.layout.on(axis)) for axis, _ in axes] for leaf in plan.leaves]
+    kept = (kept if asked.deciders is decide.DECIDERS else NOTHING).of_step(graph, axes, cuts, asked.wanted.sequence)
+    local, sharding = local_step(graph, plan, asked.wanted.sequence, kept=kept)
     for rewrite in _rewrites(step, sharding):
         local = local.rewritten(rewrite)
-    return graph, pad.padded(local), sharding
+    return graph, pad.padded(local), sharding, kept
 
 
 @collector_paused()
 def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, transport: str, costs: Costs) -> Lowered:
     """Lowers a captured step and runs the passes."""
-    wanted, (graph, local, sharding) = asked.wanted, captured
+    wanted, (graph, local, sharding, kept) = asked.wanted, captured
     local, products = _products(local, asked, costs)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
@@ -126,12 +131,15 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, trans
     options = _options(wanted)
     try:
         before = partial(naive, local, plan, reduce=reduce.value, transport=transport)
-        roles = _roles(before, plan, asked, options, schedule)
+        kept = kept.at(plan, reduce, products, transport, options, schedule, wanted, asked.rates, step.precision.sums)
+        roles = kept.of(partial(_roles, before, plan, asked, options, schedule))
     except SpecError as error:  # of a budget, which may not choose other bits
         if not (more := _other_bits(step, graph, reduce, wanted)):
             raise
         raise SpecError(f"{error}{more}") from None
     programs = {number: role.program for number, role in roles.items()}
+    if kept.read:
+        check_kept(programs, before())
     decided = {number: role.decided for number, role in roles.items()}
     cut = UNCUT if plan.cut is None else plan.cut.choice
     decisions = Decisions(plan.bucket_bytes, cut, _strategies(sharding), products, reduce, decided)

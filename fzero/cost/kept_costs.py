@@ -39,6 +39,7 @@ log = logging.getLogger("fzero")
 PATIENCE = timedelta(seconds=15)
 MAX_BYTES = 16 << 20  # of a file
 MAX_FIGURE = 1e15
+NEAR = 4.0  # the factor within which a figure is what it was: others work beside, but the network is the same
 
 Figures = dict[str, float]  # by candidate
 
@@ -130,12 +131,24 @@ def read(kind: str) -> dict[str, Figures]:
         return {}
 
 
-def remember(kind: str, new: Mapping[str, Figures]) -> dict[str, Figures]:
-    """Adds figures to the file; returns all that it then holds. Figures that it had before stay."""
+def steady(kind: str, question: str, figures: Figures, judged: Sequence[str]) -> Figures:
+    """The figures that an earlier run kept for a question, as long as each of `judged` is within a factor NEAR of what
+    was measured now; else these, which are kept in their place. So runs on one machine choose alike."""
+    before = read(kind).get(question, {})
+    if before.keys() == figures.keys() and all(
+        before[name] <= NEAR * figures[name] and figures[name] <= NEAR * before[name] for name in judged
+    ):
+        return before
+    return remember(kind, {question: figures}, anew=True).get(question, figures)
+
+
+def remember(kind: str, new: Mapping[str, Figures], anew: bool = False) -> dict[str, Figures]:
+    """Adds figures to the file; returns all that it then holds. Figures that it had before stay, but with `anew`."""
     path = path_of(kind)
     try:
         with private_folder.folder(path.parent, make=True) as place, private_folder.locked(place, f"{path.stem}.lock"):
-            merged = {**new, **_read(place, path)}
+            before = _read(place, path)
+            merged = {**before, **new} if anew else {**new, **before}
             text = json.dumps({"machine": machine(), "figures": merged}, indent=1, sort_keys=True)
             private_folder.replace(place, path.name, text.encode())
     except OSError as error:

@@ -12,6 +12,7 @@ $ python -c "import torch; from fzero.ir.op_info import of; print(of(torch.ops.a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ _rows: dict[str, OpInfo] = dict(ROWS)  # by name; only `add` writes it
 _defaults: list[tuple[str, Default]] = []  # (column, its default); only `default` writes it
 _known: dict[int, tuple[OpOverload, OpInfo]] = {}  # rows that were asked for, by id: torch's hash of an op is slow
 _columns: dict[str, dict[OpOverload, Any]] = {}  # and columns
+_foreign: set[str] = set()  # ops to which a module that is not fzero's added facts; only `add` writes it
 _NOTHING = OpInfo()
 
 
@@ -61,8 +63,15 @@ def add(op: OpOverload | str, row: OpInfo) -> None:
             '"mylib.mix"'
         )
     name = str(op)
+    if not str(sys._getframe(1).f_globals.get("__name__")).startswith("fzero."):
+        _foreign.add(name)
     _rows[name] = replace(_rows.get(name, _NOTHING), **row.stated())
     _forget()
+
+
+def has_foreign_rows() -> bool:
+    """Whether a module that is not fzero's has added facts."""
+    return bool(_foreign)
 
 
 def fill(column: str, facts: Mapping[Any, Any]) -> None:

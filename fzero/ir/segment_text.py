@@ -30,7 +30,7 @@ def to_data(gm: fx.GraphModule) -> list[dict[str, Any]]:
     for node in gm.graph.nodes:
         own: dict[str, Any] = {"op": node.op, "args": _data(list(node.args), number)}
         if node.op == "call_function":
-            own["target"] = "getitem" if node.target is operator.getitem else str(node.target)
+            own["target"] = op_text(node.target)
         if node.kwargs:
             own["kwargs"] = {name: _data(value, number) for name, value in node.kwargs.items()}
         if "val" in node.meta:
@@ -51,7 +51,7 @@ def from_data(nodes: Sequence[Mapping[str, Any]]) -> fx.GraphModule:
                 if own["op"] == "placeholder":
                     node = graph.placeholder(f"x{len(made)}")
                 elif own["op"] == "call_function":
-                    node = graph.call_function(_op(own["target"]), args, kwargs)
+                    node = graph.call_function(op_named(own["target"]), args, kwargs)
                 else:
                     node = graph.output(*args)
                 if "value" in own:
@@ -62,7 +62,13 @@ def from_data(nodes: Sequence[Mapping[str, Any]]) -> fx.GraphModule:
     return graph_module(graph)
 
 
-def _op(name: str) -> Any:
+def op_text(op: Any) -> str:
+    """The name of an op, which `op_named` reads."""
+    return "getitem" if op is operator.getitem else str(op)
+
+
+def op_named(name: str) -> Any:
+    """The op of a name: of torch's registry, or `getitem`. Raises ValueError where there is none."""
     if name == "getitem":
         return operator.getitem
     if not re.fullmatch(r"\w+\.\w+\.\w+", name):

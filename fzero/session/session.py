@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,11 +22,13 @@ from fzero.capture import ambient
 from fzero.capture.reads.noted import own_changes_forgotten
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
+from fzero.comm.launcher import crowded
 from fzero.comm.transport import Transport
 from fzero.compile import fault_report
 from fzero.compile.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import return_freed
+from fzero.compile.kept_lowerings import Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on
 from fzero.cost.kept_costs import Costs
@@ -193,14 +196,14 @@ class Session:
         self.bound.pop(id(programs.pop(key)), None)
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
-        state = fakes_on(self.like, self.device)
         costs = self.costs if self.spec.matmul == "fastest" else None
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
-            rates = self.transport.rates
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
             with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
-                name = self.transport.name
-                lowered = checked_step(self.spec, state, batch, self.plan, name, fn, costs, rates, phase=phase)
+                lowered = checked_step(
+                    self.spec, fakes_on(self.like, self.device), batch, self.plan, self.transport.name, fn, costs,
+                    self.transport.rates, phase=phase, kept=Kept(turns=crowded(self.world_size, os.environ)),
+                )  # fmt: skip
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from fzero.comm import pick_way
 from fzero.comm.pick_way import SIZES, WAYS, Fastest, measured
+from fzero.cost import kept_costs
 from fzero.ir.op import Op, make_op
 from fzero.ir.records import Ref
 from fzero.kernels.codecs import CODECS
@@ -55,6 +57,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     monkeypatch.setattr(pick_way, "fastest_of", fastest_of)
     monkeypatch.setattr(pick_way, "nanoseconds", lambda codec: (1.0 + len(codec), 2.0))
     return now
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
 
 
 def comms(clock: list[float]) -> dict[str, Any]:
@@ -104,6 +111,25 @@ def test_a_rank_computes_beside_the_largest_gather(clock: list[float], monkeypat
     ways = comms(clock)
     assert measured(ways, RANKS, RANKS)[1].hidden == 0.25
     assert seen == [(SIZES[2], ways["p2p"])], "on its fastest way"
+
+
+def test_figures_stay_as_long_as_they_are_near(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a program that depends on them is the same in every run; of another network they are other ones."""
+    echo(monkeypatch)
+
+    def slower(factor: float, rank: int = 0) -> Any:
+        ways = comms(clock)
+        for way in ways.values():
+            way.seconds = {key: factor * of for key, of in way.seconds.items()}
+        return measured(ways, RANKS, RANKS, rank=rank)[1]
+
+    first = slower(1.0)
+    assert slower(kept_costs.NEAR * 0.9) == first
+    assert slower(0.5, rank=1) != first
+    assert slower(0.5) == first, "only rank 0 keeps figures"
+    other = slower(kept_costs.NEAR * 1.2)
+    assert other != first
+    assert slower(kept_costs.NEAR * 1.2 * 0.5) == other
 
 
 def test_rank_0_decides(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,23 @@ def test_each_kind_is_that_of_its_record(kind: str, size: int) -> None:
         host.close()
 
 
+def test_one_element_may_have_any_stride() -> None:
+    """As a metric that a loss makes by `expand`."""
+    ranks = hosts(2, seconds=2.0)
+    op = make_op("all_reduce_small", [Ref("a")], [Ref("b")], axis="dp", op="sum", divisor=2)
+
+    def moved(rank: int) -> list[float]:
+        comm, dest = Shared(ranks[rank], Line.whole(rank, 2)), torch.zeros(1, 1)
+        comm.start("b", op, [torch.tensor(3.0 + rank).expand(1, 1), dest])
+        comm.wait("b")
+        return dest.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(moved, range(2))) == [[[3.5]], [[3.5]]]
+    for host in ranks:
+        host.close()
+
+
 @pytest.mark.parametrize("size", [12, 12_000])
 def test_messages_arrive_by_tag(size: int) -> None:
     """Within a letter, and read in place; the second receive of a tag gets the second message."""

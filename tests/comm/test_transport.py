@@ -38,7 +38,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         sizes = {axis: mesh.size(axis) for axis in axes if mesh.size(axis) > 1}
         return {axis: Line(mesh.coordinate(rank, axis), tuple(mesh.peers(rank, axis))) for axis in sizes}
 
-    def measured(ways: Any, ranks: int, world_size: int, memory: Any) -> Any:
+    def measured(ways: Any, ranks: int, world_size: int, memory: Any, rank: int) -> Any:
         world.measured.append((ways, ranks, world_size, memory))
         return {("all_gather", 4096): "p2p"}, RATES
 

@@ -1,0 +1,219 @@
+"""kept_lowerings: what lowering made of a captured step, kept on this machine, so that a second run starts sooner.
+
+A step is captured anew in every run. From its graph, and all else that lowering reads, a key is made; under it lie the
+graphs of one rank and the programs. What is read there is taken as what lowering has just made: the graphs are proven
+against the captured ones, the programs must have their meaning, and are verified. So a file that is wrong costs a
+lowering, and a message.
+
+The files lie beside fzero's other ones (`kept_costs.folder`), in the folder `lowerings`, which is this user's alone; of
+more than `MOST_BYTES` the oldest go. With `FZERO_KEEP_LOWERINGS=0` nothing is read or written. Nothing is kept of a
+step with ops or facts of ops that are not torch's or fzero's, nor with functions of the user's that decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from fzero import private_folder
+from fzero._torch_compat import FakeTensorMode, OpOverload, is_fake
+from fzero._version import __version__
+from fzero.capture import ambient
+from fzero.capture.graph import Graph
+from fzero.cost import kept_costs
+from fzero.ir import op_info
+from fzero.ir.packed import pack, unpack
+
+T = TypeVar("T")
+log = logging.getLogger("fzero")
+SWITCH = "FZERO_KEEP_LOWERINGS"
+MOST_BYTES = 512 << 20  # of all files together
+LARGEST = 128 << 20  # bytes of a file
+OWN = ("aten", "prims", "fzero")  # namespaces of ops whose facts fzero states
+PATIENCE = 60.0  # seconds that a process waits for another one
+DIGEST = 32  # bytes at the start of a file, of what follows
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where something is kept. key: of all that it is made from; "" keeps nothing. turns: of several processes one
+    makes it, and the others wait. mode: of the fake tensors of what is read. read: the files that were read; only `of`
+    and `forget` write it."""
+
+    key: str = "lowering"
+    turns: bool = False
+    mode: FakeTensorMode | None = None
+    read: list[str] = field(default_factory=list)
+
+    def of_step(self, graph: Graph, *parts: Any) -> Kept:
+        """The place of what is made of a captured step, and of these parts."""
+        nodes = [node for gm in (graph.gm, *(region.gm for region in graph.regions)) for node in gm.graph.nodes]
+        spaces = {node.target.namespace for node in nodes if isinstance(node.target, OpOverload)}
+        if not self.key or os.environ.get(SWITCH) == "0" or spaces - {*OWN} or op_info.has_foreign_rows():
+            return NOTHING
+        value = next((node.meta["val"] for node in nodes if is_fake(node.meta.get("val"))), None)
+        if value is None:
+            return NOTHING
+        machine = kept_costs.machine(), ambient.settings(value.device)
+        return dataclasses.replace(self, mode=value.fake_mode).at(_here(), machine, _of_graph(graph), *parts)
+
+    def at(self, *parts: Any) -> Kept:
+        """The place of what is made from these as well. Nothing is kept where one of them has no text."""
+        if not self.key:
+            return self
+        try:
+            return dataclasses.replace(self, key=_digest(self.key, *parts))
+        except TypeError as error:
+            log.debug("fzero: nothing of this lowering is kept: %s", error)
+            return NOTHING
+
+    def of(self, make: Callable[[], T]) -> T:
+        """What was kept here, else what `make` makes, which is kept."""
+        if self.mode is None:
+            return make()
+        for found in self._found():
+            return found
+        with _turn(self.key) if self.turns else contextlib.nullcontext():
+            for found in self._found() if self.turns else ():  # another process has made it meanwhile
+                return found
+            made = make()
+            try:
+                _write(self.key, pack(made))
+            except (TypeError, KeyError) as error:
+                log.debug("fzero: nothing of this lowering is kept: %s", error)
+        return made
+
+    def _found(self) -> Iterator[Any]:
+        """What was kept here, if it can be read."""
+        for data in _read(self.key):
+            try:
+                found = unpack(data, self.mode)  # type: ignore[arg-type]
+            except ValueError as error:
+                log.debug("fzero: a kept lowering is not read: %s", error)
+            else:
+                self.read.append(self.key)
+                yield found
+
+    def forget(self) -> None:
+        """Removes the files that were read."""
+        with contextlib.suppress(OSError), private_folder.folder(folder()) as place:
+            for key in self.read:
+                os.unlink(f"{key}.lowering", dir_fd=place)
+        self.read.clear()
+
+
+NOTHING = Kept("")
+
+
+def folder() -> Path:
+    """The folder of the files: `lowerings` in `$FZERO_CACHE`, else in `~/.cache/fzero`."""
+    return kept_costs.folder() / "lowerings"
+
+
+# --- keys
+
+
+def _digest(*parts: Any) -> str:
+    """A digest of values as text. Raises TypeError for one that has none, as a function."""
+    text = json.dumps(parts, default=_plain, check_circular=False)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__qualname__, *(getattr(value, one.name) for one in dataclasses.fields(value))]
+    if isinstance(value, Mapping):
+        return [*value.items()]
+    if isinstance(value, Set):
+        return sorted(value, key=repr)
+    if isinstance(value, enum.Enum):
+        return [type(value).__qualname__, value.value]
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format, OpOverload)):
+        return str(value)
+    raise TypeError(f"{value!r} has no text that is the same in every run")
+
+
+def _of_graph(graph: Graph) -> list[Any]:
+    """All of a captured step that lowering reads, as text."""
+    regions = [
+        [*_of_nodes(x.gm), x.grad_of, sorted(x.summed), [*x.wire.items()], x.sliced, x.microbatches, x.source]
+        for x in graph.regions
+    ]
+    names = [graph.state_paths, graph.batch_paths, [*graph.constants], graph.metric_names, graph.varying_metrics]
+    return [_of_nodes(graph.gm), regions, names]
+
+
+def _of_nodes(gm: fx.GraphModule) -> list[Any]:
+    return [
+        [node.name, node.op, str(node.target), str(node.args), str(node.kwargs), _forms(node.meta.get("val")),
+         [(name, str(what)) for name, what in node.meta.items() if name != "val"]]
+        for node in gm.graph.nodes
+    ]  # fmt: skip
+
+
+def _forms(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        size = value.untyped_storage().nbytes()
+        return [value.dtype, value.shape, value.stride(), value.storage_offset(), size, value.device]
+    return [*map(_forms, value)] if isinstance(value, (tuple, list)) else None
+
+
+@functools.cache
+def _here() -> list[Any]:
+    """What lowering is here: its own code, torch, Python."""
+    root = Path(__file__).parents[1]
+    files = sorted(root.rglob("*.py"))
+    code = [(str(file.relative_to(root)), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
+    return [__version__, code, torch.__version__, platform.python_version()]
+
+
+# --- files
+
+
+@contextlib.contextmanager
+def _turn(key: str) -> Iterator[None]:
+    """While no other process of this user makes what is kept under a key, or without waiting where the folder is not
+    this user's alone."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            place = stack.enter_context(private_folder.folder(folder(), make=True))
+            stack.enter_context(private_folder.locked(place, f"{key[:2]}.lock", PATIENCE))
+        yield
+
+
+def _read(key: str) -> list[bytes]:
+    """What the file holds; nothing where there is none that is whole and this user's alone."""
+    try:
+        with private_folder.folder(folder()) as place:
+            data = private_folder.read(place, f"{key}.lowering", LARGEST)
+    except OSError:
+        return []
+    head, data = data[:DIGEST], data[DIGEST:]
+    return [data] if hashlib.blake2b(data, digest_size=DIGEST).digest() == head else []
+
+
+def _write(key: str, data: bytes) -> None:
+    """Writes a file, and removes the oldest of too many. Whatever the disk refuses is left out."""
+    if len(data) > LARGEST - DIGEST:
+        return
+    try:
+        with private_folder.folder(folder(), make=True) as place:
+            whole = hashlib.blake2b(data, digest_size=DIGEST).digest() + data
+            private_folder.replace(place, f"{key}.lowering", whole)
+            private_folder.keep_last(place, ".lowering", nbytes=MOST_BYTES)
+    except OSError as error:
+        log.debug("fzero: lowerings are not kept: %s", error)
