@@ -77,7 +77,7 @@ def _checked(
     lowered: Lowered | None = None
     given, spec = spec, spec.in_phase(phase)
     try:
-        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures, kept)
+        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures, kept, verified)
         lowered = replace(lowered, phase=phase)
         if verified:
             verify(lowered.roles)

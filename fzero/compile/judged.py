@@ -32,9 +32,11 @@ from fzero.verify.sharding import check_sharding
 INPUTS = ("batch", "constant")  # kinds of buffers that a run fills, in their order
 
 
-def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p") -> Program:
-    """The program before all passes, with the meaning of the captured step."""
+def naive(graph: Graph, plan: Plan, *, reduce: str = "end", transport: str = "p2p", verified: bool = True) -> Program:
+    """The program before all passes, with the meaning of the captured step, if it is to be verified."""
     program = build(graph, plan, reduce=reduce, transport=transport)
+    if not verified:
+        return program
     return replace(program, meaning=graph_meaning(graph, plan, reduce, program))
 
 

@@ -63,14 +63,16 @@ def lower_step(
     deciders: decide.Deciders | None = None,
     captures: Captures | None = None,
     kept: Kept = NOTHING,
+    verified: bool = True,
 ) -> Lowered:
     """The program of a spec's step, or of the evaluation of `fn` (`resolve.train_step`).
 
     state, batch: pytrees of tensors; only shapes and dtypes count. transport: "p2p", "shared" or "nccl". costs: kept
     measurements; without them no matrix product is measured. rates: the measured rates of the transport. deciders: they
     choose where the spec says nothing. captures: of the same step, lowered before. kept: where what is made is kept.
+    verified: whether the programs are to be.
     """
-    step, asked = train_step(spec, fn), _Asked(lowering_options(spec), deciders or decide.DECIDERS, rates)
+    step, asked = train_step(spec, fn), _Asked(lowering_options(spec), deciders or decide.DECIDERS, rates, verified)
     make = partial(_captured, step, asked, state, batch, plan, kept)
     captured = make() if captures is None or fn is not None else captures.of(spec, state, batch, plan, make)
     lowered = _lower(step, asked, captured, plan, transport, costs or Costs("products", measures=False))
@@ -84,11 +86,13 @@ def lower_step(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a spec wants of a program, who decides where it says nothing, and the rates by which."""
+    """What a spec wants of a program, who decides where it says nothing, the rates by which, and whether the program
+    is to be verified."""
 
     wanted: LoweringOptions
     deciders: decide.Deciders
     rates: Rates | None
+    verified: bool
 
 
 @collector_paused()
@@ -130,7 +134,7 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, trans
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
     options = _options(wanted)
     try:
-        before = partial(naive, local, plan, reduce=reduce.value, transport=transport)
+        before = partial(naive, local, plan, reduce=reduce.value, transport=transport, verified=asked.verified)
         kept = kept.at(plan, reduce, products, transport, options, schedule, wanted, asked.rates, step.precision.sums)
         roles = kept.of(partial(_roles, before, plan, asked, options, schedule))
     except SpecError as error:  # of a budget, which may not choose other bits

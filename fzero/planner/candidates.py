@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -43,6 +42,10 @@ class FixedRules(dict[str, Any]):
     """
 
     def __hash__(self) -> int:  # type: ignore[override]
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(repr(self))
 
 
@@ -79,6 +82,13 @@ class Candidate:
         fields = {**self.fields, "mesh": dict(self.mesh), "remat": remat, "pipeline": pipeline, **used}
         return replace(base, **fields)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.values)
+
     @property
     def fields(self) -> dict[str, Any]:
         """The values by the field's name."""
@@ -89,16 +99,12 @@ class Candidate:
         """The values, in the order of the fields."""
         return tuple(self.fields.values())
 
-    def differs(self, other: Candidate) -> int:
-        """In how many fields it differs."""
-        return sum(map(operator.ne, self.values, other.values))
-
-    @property
+    @cached_property
     def ranks(self) -> Mesh:
         """The mesh."""
         return Mesh(self.mesh)
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """The pieces of the model that each role of an interleaved pipeline holds; 1 of every other one."""
         given = self.pipeline if isinstance(self.pipeline, Pipeline) else Pipeline(self.pipeline or "1f1b")

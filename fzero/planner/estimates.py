@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -97,65 +97,31 @@ class Sketch:
     ) -> dict[Candidate, tuple[float, int]]:
         """(seconds of a step, bytes of the device) of candidates for a global batch of so many rows.
         tensor_bytes: that tensor parallelism sends in the forward of a row."""
-        known: dict[Mesh, tuple[Rates, int]] = {}
+        known: dict[tuple[tuple[str, int], ...], _Ranks] = {}
         found = {}
         for one in candidates:
-            if one.ranks not in known:
+            if one.mesh not in known:
                 rates = machine.rates(one.ranks)
-                known[one.ranks] = rates, bucket_choice(rates, one.ranks).value
-            estimate = _Estimate(self, one, *known[one.ranks], machine.host, rows, tensor_bytes)
+                known[one.mesh] = _Ranks(self, one.ranks, rates, bucket_choice(rates, one.ranks).value)
+            estimate = _Estimate(self, one, known[one.mesh], machine.host, rows, tensor_bytes)
             found[one] = estimate.seconds, estimate.bytes
         return found
 
 
 @dataclass(frozen=True)
-class _Estimate:
-    """One candidate. rates: of its mesh. bucket: bytes. rows: of the global batch. tensor_bytes: as in `estimates`."""
+class _Ranks:
+    """What all candidates of a mesh share. bucket: bytes."""
 
     sketch: Sketch
-    one: Candidate
+    mesh: Mesh
     rates: Rates
     bucket: int
-    host: Host | None
-    rows: int
-    tensor_bytes: float
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        one, roles, of = self.one, self.one.ranks.roles, self.sketch
-        often, once, last = self._transfers
-        fetched, late = self._moves
-        computing = self._like(of.seconds).of(self.own) / self.parts + self._tensor
-        hides = computing / 2 if roles == 1 else 0.0  # in a pipeline one role's transfers hold up the next
-        each = max(computing + max(0.0, often - hides), fetched)  # of a microbatch
-        beside = computing * one.microbatches / 2  # hides transfers
-        seconds = each * (one.microbatches + (roles - 1) / one.chunks) + max(0.0, once - beside) + last
-        seconds += of.update / self.parts / self.shares + max(0.0, late - (0 if of.waits else beside))
-        savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
-        return seconds * (1 + SAVER * savers)
-
-    @property
-    def bytes(self) -> int:
-        """Of the device. Between layers, values are whole on each rank of tensor parallelism: as many as it sends. If
-        tokens stay in parts, half of that is gathered, and kept if it does not run again."""
-        of, held, roles = self.sketch, self.sketch.held[self.one.offload], self.one.ranks.roles
-        keeps = self.shares if self.stage == 3 or (self.stage and of.wire < 1) else 1
-        state = held.params * of.params / keeps + held.optimizer * of.optimizer / self.shares
-        by_layers = self.stage == 3 or (keeps == 1 and held.params < 1)
-        gathered = of.params * of.wire * (self.few if by_layers else keeps > 1)
-        activations = self._like(of.activations)
-        kept = activations.of_a_row * self.own / roles
-        part = 1.0 if not self.one.sequence else 0.0 if self.one.remat in ("full", GATHERS) else 0.5
-        whole = min(kept, part * self.tensor_bytes * self.own / roles) if roles < self.parts else 0.0
-        kept = (whole + (kept - whole) * roles / self.parts) * self._held
-        cast = activations.fixed / self.shares
-        return int((state + gathered + cast + self._gradients) / self.parts + kept)
+    _sent: dict[tuple[int, bool], tuple[float, float, float]] = field(default_factory=dict)  # only `sent` writes it
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The mesh."""
-        return dict(self.one.mesh)
+        return dict(self.mesh.axes)
 
     @cached_property
     def data(self) -> int:
@@ -168,6 +134,78 @@ class _Estimate:
         return sharded(self.sizes)
 
     @cached_property
+    def roles(self) -> int:
+        """Of a pipeline."""
+        return self.mesh.roles
+
+    def sent(self, stage: int, each: bool) -> tuple[float, float, float]:
+        """The seconds of what ranks of the data send, bucket after bucket: (with each microbatch, once a step beside
+        other work, once a step when there is none). each: whether the gradients of each microbatch are reduced."""
+        if (stage, each) not in self._sent:
+            self._sent[stage, each] = self._transfers(stage, each) if self.data > 1 else (0.0, 0.0, 0.0)
+        return self._sent[stage, each]
+
+    def _transfers(self, stage: int, each: bool) -> tuple[float, float, float]:
+        """A pipeline reduces at the end. From stage 2 on it does so chunk by chunk, and compute beside it is slower, on
+        one role after the other."""
+        of, whole = self.sketch, self.sketch.params / self.parts
+        pieces = max(of.layers // self.roles, int(whole / self.bucket), 1)
+
+        def taken(kind: str, nbytes: float) -> float:
+            return pieces * self.rates.transfer(kind, int(nbytes / pieces), self.mesh.data_axes, self.data)
+
+        gather, scatter = taken("all_gather", whole * of.wire), taken("reduce_scatter", whole)
+        often, last = gather * (2 if stage == 3 else 0) + scatter * each, scatter * (not each)
+        once = gather * (stage != 3)
+        if self.roles == 1:
+            return often, once + last, 0.0
+        return often, once, last * (max(1.0, self.roles * (1 - 1 / self.rates.tax)) if stage >= 2 else 1)
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """One candidate. rows: of the global batch. tensor_bytes: as in `estimates`."""
+
+    sketch: Sketch
+    one: Candidate
+    ranks: _Ranks
+    host: Host | None
+    rows: int
+    tensor_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        one, roles, of = self.one, self.ranks.roles, self.sketch
+        often, once, last = self.ranks.sent(self.stage, self.each)
+        fetched, late = self._moves
+        computing = self._like(of.seconds).of(self.own) / self.ranks.parts + self._tensor
+        hides = computing / 2 if roles == 1 else 0.0  # in a pipeline one role's transfers hold up the next
+        each = max(computing + max(0.0, often - hides), fetched)  # of a microbatch
+        beside = computing * one.microbatches / 2  # hides transfers
+        seconds = each * (one.microbatches + (roles - 1) / one.chunks) + max(0.0, once - beside) + last
+        seconds += of.update / self.ranks.parts / self.shares + max(0.0, late - (0 if of.waits else beside))
+        savers = (one.remat != "none") + (one.offload is not None) + (roles > 1) + (one.microbatches > 1)
+        return seconds * (1 + SAVER * savers)
+
+    @property
+    def bytes(self) -> int:
+        """Of the device. Between layers, values are whole on each rank of tensor parallelism: as many as it sends. If
+        tokens stay in parts, half of that is gathered, and kept if it does not run again."""
+        of, held, roles = self.sketch, self.sketch.held[self.one.offload], self.ranks.roles
+        keeps = self.shares if self.stage == 3 or (self.stage and of.wire < 1) else 1
+        state = held.params * of.params / keeps + held.optimizer * of.optimizer / self.shares
+        by_layers = self.stage == 3 or (keeps == 1 and held.params < 1)
+        gathered = of.params * of.wire * (self.few if by_layers else keeps > 1)
+        activations = self._like(of.activations)
+        kept = activations.of_a_row * self.own / roles
+        part = 1.0 if not self.one.sequence else 0.0 if self.one.remat in ("full", GATHERS) else 0.5
+        whole = min(kept, part * self.tensor_bytes * self.own / roles) if roles < self.ranks.parts else 0.0
+        kept = (whole + (kept - whole) * roles / self.ranks.parts) * self._held
+        cast = activations.fixed / self.shares
+        return int((state + gathered + cast + self._gradients) / self.ranks.parts + kept)
+
+    @cached_property
     def stage(self) -> int:
         """The stage of ZeRO that it is most like."""
         return self.one.zero if isinstance(self.one.zero, int) else 3
@@ -175,12 +213,12 @@ class _Estimate:
     @cached_property
     def shares(self) -> int:
         """Ranks of the data that share the state."""
-        return (self.sizes["dp"] if self.one.zero == "hsdp" else self.data) if self.stage else 1
+        return (self.ranks.sizes["dp"] if self.one.zero == "hsdp" else self.ranks.data) if self.stage else 1
 
     @cached_property
     def own(self) -> float:
         """Rows of a rank's microbatch."""
-        return self.rows / self.data / self.one.microbatches
+        return self.rows / self.ranks.data / self.one.microbatches
 
     @cached_property
     def few(self) -> float:
@@ -194,13 +232,13 @@ class _Estimate:
         if self.one.reduce is not None:
             return self.one.reduce == "each" and self.one.microbatches > 1
         kept = next(iter(of.activations.values())).of(self.own)
-        more = of.params * (1 - 1 / self.data)
-        return self.one.microbatches > 1 and more > MORE * (kept + (of.params + of.optimizer) / self.data)
+        more = of.params * (1 - 1 / self.ranks.data)
+        return self.one.microbatches > 1 and more > MORE * (kept + (of.params + of.optimizer) / self.ranks.data)
 
     @property
     def _held(self) -> float:
         """Microbatches whose activations the first role holds (`fzero.pipeline`)."""
-        roles, chunks = self.one.ranks.roles, self.one.chunks
+        roles, chunks = self.ranks.roles, self.one.chunks
         ahead = roles if chunks == 1 else (2 * (roles - 1) + (chunks - 1) * roles + 1) / chunks
         return min(ahead, self.one.microbatches)
 
@@ -210,45 +248,29 @@ class _Estimate:
         of = self.sketch
         at_once = self.stage >= 2 or (self.stage == 1 and self.each)
         if self.one.microbatches > 1 and not (self.each and at_once):
-            one_round = self.one.chunks > 1 and self.one.microbatches == self.one.ranks.roles and self.stage
+            one_round = self.one.chunks > 1 and self.one.microbatches == self.ranks.roles and self.stage
             return of.params * (2 / self.one.chunks if one_round else 1)  # a chunk's sum is ready before the next's
         waiting = 0.0 if of.held[self.one.offload].gradients or not of.waits else 1.0
         return of.params * max(self.few, waiting / (self.shares if at_once else 1))
 
     @property
-    def _transfers(self) -> tuple[float, float, float]:
-        """The seconds of what ranks of the data send, bucket after bucket: (with each microbatch, once a step beside
-        other work, once a step when there is none).
-
-        A pipeline reduces at the end. From stage 2 on it does so chunk by chunk, and compute beside it is slower, on
-        one role after the other."""
-        mesh, of = self.one.ranks, self.sketch
-        if self.data < 2:
-            return 0.0, 0.0, 0.0
-        whole = of.params / self.parts
-        pieces = max(of.layers // mesh.roles, int(whole / self.bucket), 1)
-
-        def taken(kind: str, nbytes: float) -> float:
-            return pieces * self.rates.transfer(kind, int(nbytes / pieces), mesh.data_axes, self.data)
-
-        gather, scatter = taken("all_gather", whole * of.wire), taken("reduce_scatter", whole)
-        often, last = gather * (2 if self.stage == 3 else 0) + scatter * self.each, scatter * (not self.each)
-        once = gather * (self.stage != 3)
-        if mesh.roles == 1:
-            return often, once + last, 0.0
-        return often, once, last * (max(1.0, mesh.roles * (1 - 1 / self.rates.tax)) if self.stage >= 2 else 1)
-
-    @property
     def _tensor(self) -> float:
         """The seconds of what tensor parallelism sends in the forward and the backward of a microbatch."""
-        width, nbytes = self.sizes.get(TENSOR, 1), self.own * self.tensor_bytes / self.one.ranks.roles
+        width, nbytes = self.ranks.sizes.get(TENSOR, 1), self.own * self.tensor_bytes / self.ranks.roles
         often = 2.5 if self.one.remat == GATHERS else 2.0  # half of what the forward sends is gathers
-        return often * self.rates.transfer("all_gather", int(nbytes), TENSOR, width) if width > 1 and nbytes else 0.0
+        return (
+            often * self.ranks.rates.transfer("all_gather", int(nbytes), TENSOR, width) if width > 1 and nbytes else 0.0
+        )
 
     @property
     def _moves(self) -> tuple[float, float]:
         """(the seconds of what is fetched beside a microbatch, of what is moved and updated when it is over)."""
-        of, host, held, shares = self.sketch, self.host, self.sketch.held[self.one.offload], self.shares * self.parts
+        of, host, held, shares = (
+            self.sketch,
+            self.host,
+            self.sketch.held[self.one.offload],
+            self.shares * self.ranks.parts,
+        )
         if host is None or not held.off_device or not host.to_device_bytes:
             return 0.0, 0.0
         params, optimizer = of.params * (1 - held.params) / shares, of.optimizer * (1 - held.optimizer) / shares

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from fzero.compile.decide import Deciders
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError
 from fzero.ir.mesh import DATA
+from fzero.planner.alike import Alike
 from fzero.planner.candidates import Candidate, candidates, default
 from fzero.planner.deep import is_deep, probed, shallow_say
 from fzero.planner.estimates import Sketch
@@ -39,6 +42,11 @@ class Search:
     rows: dict[Candidate, Row] = field(default_factory=dict)
     programs: dict[Candidate, Lowered] = field(default_factory=dict)
     pressed: set[Candidate] = field(default_factory=set)
+
+    @cached_property
+    def alike(self) -> Alike:
+        """The candidates as numbers."""
+        return Alike(self.estimates)
 
     @property
     def fitting(self) -> list[Row]:
@@ -84,7 +92,12 @@ class Search:
     def likely(self, one: Candidate) -> tuple[float, float]:
         """(seconds, bytes) of a candidate: as it was found, else by the sketch and what was found of others."""
         row = self.rows.get(one)
-        return _corrected(self, one) if row is None or row.refused else (row.seconds, float(row.peak))
+        return self.corrected(one) if row is None or row.refused else (row.seconds, float(row.peak))
+
+    def corrected(self, one: Candidate) -> tuple[float, float]:
+        """The sketch's seconds and bytes, by what the candidates most like it were found to take."""
+        seconds, nbytes = self.alike.corrected([*self.rows.values()])[self.alike.place[one]]
+        return float(seconds), float(nbytes)
 
     def whole(self, one: Candidate) -> Row:
         """The same of a candidate that is lowered in full. One that is too large is lowered again under the budget."""
@@ -172,8 +185,9 @@ def _refine(done: Search, most: int) -> None:
         if best.candidate in tried:
             return
         tried.add(best.candidate)
-        for one in sorted(done.estimates, key=lambda c: done.estimates[c]):
-            new = one not in done.rows and one.differs(best.candidate) == 1 and len(done.rows) <= 3 * most
+        near = done.alike.differs(best.candidate) == 1
+        for one in sorted(itertools.compress(done.estimates, near), key=lambda c: done.estimates[c]):
+            new = one not in done.rows and len(done.rows) <= 3 * most
             if new and (_may_win(done, one, _fastest(done)) if is_deep(done.problem) else _near(done, one, best)):
                 done.row(one)
 
@@ -181,7 +195,7 @@ def _refine(done: Search, most: int) -> None:
 def _may_win(done: Search, one: Candidate, seconds: float) -> bool:
     """Whether a candidate of a deep model, which takes long to lower, may be faster than so many seconds, and is said
     to fit."""
-    said, nbytes = _corrected(done, one)
+    said, nbytes = done.corrected(one)
     return said < _worth(done, one) * seconds and nbytes <= _reach(done, one) * done.problem.budget
 
 
@@ -189,7 +203,7 @@ def _near(done: Search, one: Candidate, best: Row) -> bool:
     """Whether a candidate may be faster than the best, from which it differs in one field: by what those most like it
     were found to take, or by the best alone, for these may differ in another field."""
     by_best = done.estimates[one][0] * best.seconds / done.estimates[best.candidate][0]
-    return min(_corrected(done, one)[0], by_best) < NEAR * best.seconds
+    return min(done.corrected(one)[0], by_best) < NEAR * best.seconds
 
 
 def _worth(done: Search, one: Candidate) -> float:
@@ -212,7 +226,8 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
         one for one in untried if (one.mesh, one.sequence) not in refused
     ]  # what does not suit a mesh, seldom does
     untried = suits or untried
-    left = {one: _corrected(done, one) for one in untried}
+    taken = dict(zip(done.alike.place, done.alike.corrected([*done.rows.values()]).tolist(), strict=True))
+    left = {one: taken[one] for one in untried}
     count = Counter(_shape(done, one) for one in done.rows)
     near = [one for one in left if left[one][1] <= _reach(done, one) * done.problem.budget]
     if not done.fitting:
@@ -231,18 +246,6 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     return None if done.fitting else min(left, key=lambda one: left[one][1], default=None)
 
 
-def _corrected(done: Search, one: Candidate) -> tuple[float, float]:
-    """The sketch's seconds and bytes, by what the candidates most like it were found to take."""
-    seconds, nbytes = done.estimates[one]
-    known = [row for row in done.rows.values() if not row.refused and row.candidate in done.estimates]
-    far = [row.candidate.differs(one) for row in known]
-    nearest = min(far, default=0)
-    alike = [row for row, fields in zip(known, far, strict=True) if fields == nearest]
-    slower = [row.seconds / done.estimates[row.candidate][0] for row in alike]
-    larger = [row.peak / max(done.estimates[row.candidate][1], 1) for row in alike]
-    return seconds * _mean(slower), nbytes * _mean(larger)
-
-
 def _shape(done: Search, one: Candidate) -> tuple[tuple[str, int], ...]:
     """The mesh. Of a deep pipeline, which takes long to lower, without how its data axis is split: the sketch says what
     that saves."""
@@ -257,7 +260,3 @@ def _fastest(done: Search) -> float:
     most = (NEAR if saves else 1) * done.problem.budget
     near = [row.seconds for row in done.rows.values() if row.peak <= most and not row.refused]
     return min(near, default=math.inf)
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    return sum(ratios) / len(ratios) if ratios else 1.0
