@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,10 +90,16 @@ class _Group:
 
 
 def lost(*records: str | bytes) -> tuple[str, bool]:
-    """What rank 0 raises that waits in vain where these are the other records; whether its thread lived."""
+    """What rank 0 raises that waits in vain where these are the other records; whether its thread lived. On a machine
+    under load the thread may need longer to read them."""
+    message, alive = _lost(records, 0.1)
+    return _lost(records, 5.0) if "does not answer" in message else (message, alive)
+
+
+def _lost(records: Sequence[str | bytes], patience: float) -> tuple[str, bool]:
     store, group = dist.HashStore(), _Group()
     presence = Presence(0, 2, group, store, 0.2)
-    presence.heartbeat.patience = 0.1
+    presence.heartbeat.patience = patience
     store.set("over", "1")
     for rank, record in enumerate(records, 1):
         store.set(str(rank), record)
