@@ -161,13 +161,16 @@ def _reason(name: str, best: Row, table: Sequence[Row], found: Search) -> Choice
         other = min(others, key=lambda row: row.peak)
         reason = f"{other.candidate} needs {size(other.peak)} of {size(budget)}"
         return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(other.candidate, name)))
-    rest = {one: cost for one, cost in found.estimates.items() if getattr(one, name) != value}
+    said = zip(found.estimates, found.alike.corrected([*found.rows.values()]).tolist(), strict=True)
+    rest = {one: cost for one, cost in said if getattr(one, name) != value}
     if not rest:
         large = name == "pipeline" and best.candidate.ranks.roles > 1
         return Choice(shown, "no other was lowered: programs are large" if large else "there is no other value here")
     near = min(rest, key=lambda one: (rest[one][1] > budget, rest[one]))
     seconds, peak = rest[near]
-    reason = f"{near} was not lowered: by the sketch {seconds:.4g} s and {size(peak)}"
+    reason = (
+        f"{near} was not lowered: by the sketch, and what others were found to take, {seconds:.4g} s and {size(peak)}"
+    )
     return Choice(shown, reason, CHOSEN, None, RunnerUp(_value(near, name)))
 
 
