@@ -17,8 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensor, FakeTensorMode, OpOverload, fake_by_kernel, fake_of_form, fake_rule
-from fzero.ir import fx_values, in_place
+from fzero._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    fake_by_kernel,
+    fake_of_form,
+    fake_rule,
+    quiet_fakes,
+)
+from fzero.ir import fx_values, in_place, segments
 from fzero.ir.op_info import of
 
 aten = torch.ops.aten
@@ -161,6 +169,26 @@ def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphMod
     for node, value in shapes(gm, inputs).items():
         node.meta["val"] = value
     return gm
+
+
+def misfit(gm: fx.GraphModule, mode: FakeTensorMode) -> str:
+    """The first node whose value has another shape, dtype or order of memory than its op gives it, as text; "" where
+    there is none. Not asked is `fzero::region`, which stands for a graph of its own. mode: that of all values."""
+    with mode, quiet_fakes():
+        for node in gm.graph.nodes:
+            if node.op != "call_function" or str(node.target) == "fzero.region.default":
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            kept = isinstance(node.target, OpOverload)
+            made = run(node.target, args, kwargs) if kept else node.target(*args, **kwargs)
+            made = segments.true_statistics(node.target, args, made)
+            if [*map(_form, fx_values.tensors(made))] != [*map(_form, fx_values.tensors(node.meta["val"]))]:
+                return f"{node.name}, by {node.target}"
+    return ""
+
+
+def _form(x: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(x.shape), fx_values.steps(x), x.dtype, x.device
 
 
 def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, Any]:

@@ -31,6 +31,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import FakeTensorMode, OpOverload, fake_like, graph_module, is_fake
+from fzero.ir.forms import misfit
 from fzero.ir.segment_text import op_named, op_text
 
 _OF_TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
@@ -50,7 +51,8 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes, mode: FakeTensorMode) -> Any:
     """The value of these bytes, with fake tensors of this mode. To be called outside of all modes.
 
-    Raises ValueError for bytes that `pack` did not make, and for an op that is not registered.
+    Raises ValueError for bytes that `pack` did not make, for an op that is not registered, and for a graph with a value
+    that has not the form which its op gives it: by these forms memory is laid out.
     """
     try:
         content = json.loads(data)
@@ -59,6 +61,8 @@ def unpack(data: bytes, mode: FakeTensorMode) -> Any:
             unpacker.read(kind, fields)
         for gm, nodes in zip(unpacker.graphs, content["graphs"], strict=True):
             unpacker.fill(gm, nodes)
+            if what := misfit(gm, mode):
+                raise ValueError(f"a value has not the form that its op gives it: {what}")
         return unpacker.value(content["value"])
     except Exception as error:
         raise ValueError(f"these bytes are not what fzero packed ({type(error).__name__}: {error})") from error

@@ -123,6 +123,28 @@ def test_ops_that_are_not_registered_are_refused(op: str) -> None:
         unpack(json.dumps(data).encode(), FakeTensorMode())
 
 
+def test_a_value_of_another_form_than_its_op_s_is_refused() -> None:
+    """By these forms memory is laid out: a value that is said to be smaller would be written over another one."""
+    data = json.loads(pack(cases.lowered(zero=1).programs))
+    kept, refused = 0, 0
+    for number, record in enumerate(data["records"]):
+        if record[0] != "fake" or not record[5]:
+            continue
+        shape = [*record[5]]
+        record[5] = [max(shape[0] - 1, 1), *shape[1:]] if shape[0] > 1 else [2, *shape[1:]]
+        record[2] *= 2
+        used = any(f'"val",{{"record":{number}}}' in json.dumps(node, separators=(",", ":"))
+                   for nodes in data["graphs"] for node in nodes if node[0] == "call_function")  # fmt: skip
+        try:
+            unpack(json.dumps(data).encode(), FakeTensorMode())
+            kept += used
+        except ValueError:
+            refused += used
+        record[5], record[2] = shape, record[2] // 2
+    assert refused > 10
+    assert not kept
+
+
 def test_bytes_of_another_hand_are_refused_or_read_as_values() -> None:
     whole, draw = pack(cases.lowered(zero=1).programs), random.Random(0)
     for _ in range(60):
