@@ -52,7 +52,7 @@ def local_step(
     graph, sharding = unconstrained(graph, axes), None
     for axis in axes:
         made = _proposed(graph, kept.at(axis), partial(localise, graph, plan, axis, sequence == axis, choose))
-        _check(graph, made, plan)
+        _check(graph, made, plan, axis)
         sharding = replace(settled(made, plan), before=sharding)
         graph = sharding.local
     return graph, sharding
@@ -103,8 +103,10 @@ def _held(program: Program) -> dict[str, Buffer]:
     return {name: replace(b, at=None) if b.kind == "batch" else b for name, b in held.items()}
 
 
-def _check(captured: Graph, made: Proposal, plan: Plan) -> None:
-    """Raises VerifyError unless a proposal computes the captured step, with its leaves where the plan says."""
+def _check(captured: Graph, made: Proposal, plan: Plan, axis: str) -> None:
+    """Raises VerifyError unless a proposal for an axis computes the captured step, its leaves where the plan says."""
+    if (made.axis, made.n) != (axis, plan.mesh.size(axis)):
+        raise VerifyError(f"a step of {plan.mesh.size(axis)} ranks of {axis} lies over {made.n} of {made.axis}")
     for before, after in zip(captured.regions, made.graph.regions, strict=True):
         check_regrouped(before.gm, after.gm)
 

@@ -66,7 +66,10 @@ class Kept:
     def of_step(self, graph: Graph, *parts: Any) -> Kept:
         """The place of what is made of a captured step, and of these parts."""
         nodes = [node for gm in (graph.gm, *(region.gm for region in graph.regions)) for node in gm.graph.nodes]
-        if not self.key or os.environ.get(SWITCH) == "0" or _namespaces(nodes) - {*OWN} or op_info.has_foreign_rows():
+        if not self.key or os.environ.get(SWITCH) == "0" or op_info.has_foreign_rows():
+            return NOTHING
+        if others := sorted(_namespaces(nodes) - {*OWN}):
+            log.debug("fzero: nothing of this lowering is kept: the step has ops of %s", ", ".join(others))
             return NOTHING
         value = next((node.meta["val"] for node in nodes if is_fake(node.meta.get("val"))), None)
         if value is None or _edited(_files()):

@@ -270,6 +270,17 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
         assert sorted(os.listdir(place)) == ["5.lowering", "other"]
 
 
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    """A file that is not yet whole has the name of the file that it was to be, and counts for no limit."""
+    with private(tmp_path / "place", make=True) as place:
+        for name in (".0.lowering.beef", ".1.lowering.beef", ".0.json.beef"):
+            (tmp_path / "place" / name).touch()
+        os.utime(tmp_path / "place" / ".0.lowering.beef", (0, 0))
+        os.utime(tmp_path / "place" / ".0.json.beef", (0, 0))
+        keep_last(place, ".lowering", files=1)
+        assert sorted(os.listdir(place)) == [".0.json.beef", ".1.lowering.beef"]
+
+
 def test_a_rule_of_the_user_s_is_a_fact_of_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fzero.shard.rule` is fzero's module, and who calls it is not."""
     monkeypatch.setattr(op_info, "_rows", dict(op_info._rows))
