@@ -23,6 +23,7 @@ try:
 except ImportError:  # no advisory locks on this system: the last of two writers at once wins
     fcntl = None  # type: ignore[assignment]
 
+LEFT = 3600  # seconds after which no process writes to a new file any more
 POLL = 0.003  # seconds between two looks at a lock that another process holds
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -76,13 +77,18 @@ def replace(within: int, name: str, data: bytes) -> None:
 
 
 def keep_last(within: int, ending: str, files: int | None = None, nbytes: int | None = None) -> None:
-    """Removes the oldest of a folder's files of an ending, beyond so many files or bytes."""
+    """Removes the oldest of a folder's files of an ending, beyond so many files or bytes, and what a process that was
+    killed has left of its writing."""
     found = []
     for name in os.listdir(within):
-        if name.endswith(ending) and not name.startswith("."):
+        temporary = name.startswith(".") and f"{ending}." in name
+        if temporary or (name.endswith(ending) and not name.startswith(".")):
             with contextlib.suppress(FileNotFoundError):  # another rank removed it
                 status = os.stat(name, dir_fd=within, follow_symlinks=False)
-                found.append((status.st_mtime_ns, name, status.st_size))
+                if not temporary:
+                    found.append((status.st_mtime_ns, name, status.st_size))
+                elif time.time() - status.st_mtime > LEFT:
+                    os.unlink(name, dir_fd=within)
     held = 0
     for number, (_, name, size) in enumerate(sorted(found, reverse=True), 1):
         held += size

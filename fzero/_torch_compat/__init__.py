@@ -15,6 +15,7 @@ from fzero._torch_compat.compute import (
     inductor_lacks,
     inductor_rounds,
     kernel_of,
+    kernels_here,
     onednn_has_bf16,
     product_precision,
 )
@@ -136,6 +137,7 @@ __all__ = [
     "is_fake",
     "jiterator_refused",
     "kernel_of",
+    "kernels_here",
     "onednn_has_bf16",
     "place_in_file",
     "product_precision",

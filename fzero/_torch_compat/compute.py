@@ -184,6 +184,15 @@ def _memory_format(name: str) -> torch.memory_format:
     return found
 
 
+def kernels_here() -> tuple[str, ...]:
+    """What decides which of ATen's kernels run in this process, as text: the instructions that it uses, and the
+    libraries that are switched on."""
+    of = torch.backends
+    on = {"mkldnn": of.mkldnn, "cudnn": of.cudnn}
+    libraries = [f"{name} {library.enabled} {library.deterministic}" for name, library in on.items()]
+    return of.cpu.get_cpu_capability(), *libraries, f"nnpack {torch._C._get_nnpack_enabled()}"  # 2.11.0, 2.13.0
+
+
 def convolution_kernel(source: torch.Tensor, weight: torch.Tensor, *numbers: Any) -> str:
     """The name of ATen's kernel of a convolution, as of "Slow2d"; `numbers` as in aten.convolution after the bias."""
     return torch._C._select_conv_backend(source, weight, None, *numbers).name  # 2.11.0, 2.13.0

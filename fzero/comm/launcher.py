@@ -55,6 +55,15 @@ def crowded(world_size: int, environ: Mapping[str, str]) -> bool:
     return (_number(environ, "LOCAL_WORLD_SIZE") or world_size) > cores
 
 
+def first_here(rank: int, environ: Mapping[str, str]) -> bool:
+    """Whether a rank is the first of its machine.
+
+    >>> first_here(8, {"LOCAL_RANK": "0"}), first_here(8, {"LOCAL_RANK": "1"}), first_here(0, {}), first_here(8, {})
+    (True, False, True, False)
+    """
+    return (_number(environ, "LOCAL_RANK") if environ.get("LOCAL_RANK") else rank) == 0
+
+
 def check(environ: Mapping[str, str]) -> None:
     """Raises SpecError if this process is one of several tasks and has no RANK."""
     if _number(environ, "WORLD_SIZE") == 1:

@@ -17,7 +17,7 @@ from fzero.compile.phase_states import check_phase_state
 from fzero.compile.step import lower_step
 from fzero.cost.kept_costs import Costs
 from fzero.cost.rates import Rates
-from fzero.errors import FzeroError, VerifyError
+from fzero.errors import VerifyError
 from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
 from fzero.verify.rules import verify
@@ -52,11 +52,13 @@ def checked_step(
     try:
         return make(kept)
     except Exception as error:
-        if not kept.read or (isinstance(error, FzeroError) and not isinstance(error, VerifyError)):
+        if not kept.read:
             raise
-        log.warning("fzero: what was kept of a lowering is of no use, and it is made anew (%s)", error)
-        kept.forget()
-    return make(NOTHING)
+        refused = str(error)
+    made = make(NOTHING)  # raises the same where the step, and not what was read, is at fault
+    log.warning("fzero: what was kept of a lowering is of no use, and it is made anew (%s)", refused)
+    kept.forget()
+    return made
 
 
 def _checked(

@@ -7,7 +7,7 @@ one place would be wrong in both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,9 @@ from torch import fx
 from fzero.capture.graph import Graph
 from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.errors import VerifyError
-from fzero.ir import fx_nodes
-from fzero.ir.program import Program
+from fzero.ir import fx_nodes, segments
+from fzero.ir.program import Level, Program
+from fzero.ir.records import PERSISTENT, Buffer
 from fzero.lowering.build import build
 from fzero.lowering.localise import Proposal, Sharding, localise, reads_rank, settled, unconstrained
 from fzero.plan.state_plan import Plan
@@ -53,7 +54,7 @@ def local_step(
     graph, sharding = unconstrained(graph, axes), None
     for axis in axes:
         made = _proposed(graph, kept.at(axis), partial(localise, graph, plan, axis, sequence == axis, choose))
-        _check(graph, made, plan)
+        _check(graph, made, plan, axis)
         sharding = replace(settled(made, plan), before=sharding)
         graph = sharding.local
     return graph, sharding
@@ -73,20 +74,41 @@ def _proposed(graph: Graph, kept: Kept, make: Callable[[], Proposal]) -> Proposa
 
 
 def check_kept(programs: Mapping[int, Program], naive: Program) -> None:
-    """Raises VerifyError unless programs that were kept are those of a step. naive: the step's, before all passes."""
+    """Raises VerifyError unless programs that were kept are those of a step, finished, on the state as it is planned,
+    and run the segments that they name. naive: the step's, before all passes."""
     for role, program in programs.items():
-        for name in ("meaning", "mesh", "microbatches", "transport"):
-            if getattr(program, name) != getattr(naive, name):
-                raise VerifyError(f"a kept program of role {role} has another {name} than the step")
-        if program.trainable != tuple(slot for slot in naive.trainable if slot.bucket in program.buckets):
-            raise VerifyError(f"a kept program of role {role} updates other leaves than the step")
-        given = [[n for n, b in one.buffers.items() if b.kind == kind] for one in (program, naive) for kind in INPUTS]
-        if given[: len(INPUTS)] != given[len(INPUTS) :]:
-            raise VerifyError(f"a kept program of role {role} takes other inputs than the step")
+        for what, own, needed in _facts(program, naive):
+            if own != needed:
+                raise VerifyError(f"a kept program of role {role} has another {what} than the step")
+        for key, gm in program.segments.items():
+            if segments.digest(gm) != key:
+                raise VerifyError(f"a kept program of role {role} has another segment under {key}")
 
 
-def _check(captured: Graph, made: Proposal, plan: Plan) -> None:
-    """Raises VerifyError unless a proposal computes the captured step, with its leaves where the plan says."""
+def _facts(program: Program, naive: Program) -> Iterator[tuple[str, Any, Any]]:
+    """(what, that of a program, that which it needs) of all that no pass changes."""
+    for name in ("meaning", "mesh", "microbatches", "transport"):
+        yield name, getattr(program, name), getattr(naive, name)
+    yield "level", program.level, Level.PLACED
+    yield "update", program.trainable, tuple(slot for slot in naive.trainable if slot.bucket in program.buckets)
+    for kind in INPUTS:
+        own, needed = ([n for n, b in one.buffers.items() if b.kind == kind] for one in (program, naive))
+        yield f"{kind} of inputs", own, needed
+    yield "plan of buckets", program.buckets, {name: naive.buckets.get(name) for name in program.buckets}
+    state, planned = _held(program), _held(naive)
+    yield "plan of its state", state, {name: planned.get(name) for name in state}
+
+
+def _held(program: Program) -> dict[str, Buffer]:
+    """What is held between steps, but for copies, which a pass adds, and for where the batch is copied to."""
+    held = {name: b for name, b in program.buffers.items() if b.kind in PERSISTENT and b.kind != "copy"}
+    return {name: replace(b, at=None) if b.kind == "batch" else b for name, b in held.items()}
+
+
+def _check(captured: Graph, made: Proposal, plan: Plan, axis: str) -> None:
+    """Raises VerifyError unless a proposal for an axis computes the captured step, its leaves where the plan says."""
+    if (made.axis, made.n) != (axis, plan.mesh.size(axis)):
+        raise VerifyError(f"a step of {plan.mesh.size(axis)} ranks of {axis} lies over {made.n} of {made.axis}")
     for before, after in zip(captured.regions, made.graph.regions, strict=True):
         check_regrouped(before.gm, after.gm)
 

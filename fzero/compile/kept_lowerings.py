@@ -17,11 +17,13 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Set
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,13 +32,14 @@ import torch
 from torch import fx
 
 from fzero import private_folder
-from fzero._torch_compat import FakeTensorMode, OpOverload, is_fake
+from fzero._torch_compat import FakeTensorMode, OpOverload, is_fake, kernels_here
 from fzero._version import __version__
 from fzero.capture import ambient
 from fzero.capture.graph import Graph
 from fzero.cost import kept_costs
 from fzero.ir import op_info
 from fzero.ir.packed import pack, unpack
+from fzero.ir.scan_op import SCAN, body_of
 
 T = TypeVar("T")
 log = logging.getLogger("fzero")
@@ -45,31 +48,39 @@ MOST_BYTES = 512 << 20  # of all files together
 LARGEST = 128 << 20  # bytes of a file
 OWN = ("aten", "prims", "fzero")  # namespaces of ops whose facts fzero states
 PATIENCE = 60.0  # seconds that a process waits for another one
+CPU = torch.device("cpu")
 DIGEST = 32  # bytes at the start of a file, of what follows
+_IMPORTED = time.time_ns()  # when this process took fzero's code
 
 
 @dataclass(frozen=True)
 class Kept:
     """Where something is kept. key: of all that it is made from; "" keeps nothing. turns: of several processes one
-    makes it, and the others wait. mode: of the fake tensors of what is read. read: the files that were read; only `of`
-    and `forget` write it."""
+    makes it, and the others wait. writes: whether this process writes files; several of a machine would write the same.
+    mode, device: of the fake tensors of what is read. read: the files that were read; only `of` and `forget` write
+    it."""
 
     key: str = "lowering"
     turns: bool = False
+    writes: bool = True
     mode: FakeTensorMode | None = None
+    device: torch.device = CPU
     read: list[str] = field(default_factory=list)
 
     def of_step(self, graph: Graph, *parts: Any) -> Kept:
         """The place of what is made of a captured step, and of these parts."""
         nodes = [node for gm in (graph.gm, *(region.gm for region in graph.regions)) for node in gm.graph.nodes]
-        spaces = {node.target.namespace for node in nodes if isinstance(node.target, OpOverload)}
-        if not self.key or os.environ.get(SWITCH) == "0" or spaces - {*OWN} or op_info.has_foreign_rows():
+        if not self.key or os.environ.get(SWITCH) == "0" or op_info.has_foreign_rows():
+            return NOTHING
+        if others := sorted(_namespaces(nodes) - {*OWN}):
+            log.debug("fzero: nothing of this lowering is kept: the step has ops of %s", ", ".join(others))
             return NOTHING
         value = next((node.meta["val"] for node in nodes if is_fake(node.meta.get("val"))), None)
-        if value is None:
+        if value is None or _edited(_files()):
             return NOTHING
-        machine = kept_costs.machine(), ambient.settings(value.device)
-        return dataclasses.replace(self, mode=value.fake_mode).at(_here(), machine, _of_graph(graph), *parts)
+        around = kept_costs.machine(), kernels_here(), ambient.settings(value.device)
+        own = dataclasses.replace(self, mode=value.fake_mode, device=value.device)
+        return own.at(_here(), around, _of_graph(graph), *parts)
 
     def at(self, *parts: Any) -> Kept:
         """The place of what is made from these as well. Nothing is kept where one of them has no text."""
@@ -91,17 +102,18 @@ class Kept:
             for found in self._found() if self.turns else ():  # another process has made it meanwhile
                 return found
             made = make()
-            try:
-                _write(self.key, pack(made))
-            except (TypeError, KeyError) as error:
-                log.debug("fzero: nothing of this lowering is kept: %s", error)
+            if self.writes or self.turns:
+                try:
+                    _write(self.key, pack(made))
+                except (TypeError, KeyError) as error:
+                    log.debug("fzero: nothing of this lowering is kept: %s", error)
         return made
 
     def _found(self) -> Iterator[Any]:
         """What was kept here, if it can be read."""
         for data in _read(self.key):
             try:
-                found = unpack(data, self.mode)  # type: ignore[arg-type]
+                found = unpack(data, self.mode, self.device)  # type: ignore[arg-type]
             except ValueError as error:
                 log.debug("fzero: a kept lowering is not read: %s", error)
             else:
@@ -112,7 +124,8 @@ class Kept:
         """Removes the files that were read."""
         with contextlib.suppress(OSError), private_folder.folder(folder()) as place:
             for key in self.read:
-                os.unlink(f"{key}.lowering", dir_fd=place)
+                with contextlib.suppress(FileNotFoundError):  # another rank removed it
+                    os.unlink(f"{key}.lowering", dir_fd=place)
         self.read.clear()
 
 
@@ -158,27 +171,51 @@ def _of_graph(graph: Graph) -> list[Any]:
 
 
 def _of_nodes(gm: fx.GraphModule) -> list[Any]:
-    return [
-        [node.name, node.op, str(node.target), str(node.args), str(node.kwargs), _forms(node.meta.get("val")),
-         [(name, str(what)) for name, what in node.meta.items() if name != "val"]]
-        for node in gm.graph.nodes
-    ]  # fmt: skip
+    """Of a device the type alone: ranks of one machine have their own."""
+    found = []
+    for node in gm.graph.nodes:
+        given = fx.node.map_aggregate((node.args, node.kwargs), lambda x: x.type if isinstance(x, torch.device) else x)
+        noted = [(name, str(what)) for name, what in node.meta.items() if name != "val"]
+        found.append([node.name, node.op, str(node.target), str(given), _forms(node.meta.get("val")), noted])
+    return found
 
 
 def _forms(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         size = value.untyped_storage().nbytes()
-        return [value.dtype, value.shape, value.stride(), value.storage_offset(), size, value.device]
+        return [value.dtype, value.shape, value.stride(), value.storage_offset(), size, value.device.type]
     return [*map(_forms, value)] if isinstance(value, (tuple, list)) else None
 
 
+def _namespaces(nodes: Iterable[fx.Node]) -> set[str]:
+    """Of the ops of these nodes, and of the bodies that they hold."""
+    found = set()
+    for node in nodes:
+        if isinstance(node.target, OpOverload):
+            found.add(node.target.namespace)
+        if node.target is SCAN:
+            found |= _namespaces(body_of(str(node.args[3])).graph.nodes)
+    return found
+
+
 @functools.cache
-def _here() -> list[Any]:
-    """What lowering is here: its own code, torch, Python."""
+def _files() -> tuple[tuple[str, int, int], ...]:
+    """fzero's own code: (file, bytes, when it was changed)."""
     root = Path(__file__).parents[1]
-    files = sorted(root.rglob("*.py"))
-    code = [(str(file.relative_to(root)), (s := file.stat()).st_size, s.st_mtime_ns) for file in files]
-    return [__version__, code, torch.__version__, platform.python_version()]
+    stats = ((str(file.relative_to(root)), file.stat()) for file in sorted(root.rglob("*.py")))
+    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in stats)
+
+
+def _edited(files: Iterable[tuple[str, int, int]]) -> bool:
+    """Whether a file is newer than what was imported of it: then it does not say what lowers here."""
+    now = time.time_ns()
+    return any(_IMPORTED < changed < now for _, _, changed in files)
+
+
+def _here() -> list[Any]:
+    """What lowering is here: its own code, torch, Python, and whether fzero's own kernels run on a device."""
+    triton = importlib.util.find_spec("triton") is not None
+    return [__version__, _files(), torch.__version__, platform.python_version(), triton]
 
 
 # --- files

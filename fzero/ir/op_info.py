@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _rows: dict[str, OpInfo] = dict(ROWS)  # by name; only `add` writes it
 _defaults: list[tuple[str, Default]] = []  # (column, its default); only `default` writes it
 _known: dict[int, tuple[OpOverload, OpInfo]] = {}  # rows that were asked for, by id: torch's hash of an op is slow
 _columns: dict[str, dict[OpOverload, Any]] = {}  # and columns
-_foreign: set[str] = set()  # ops to which a module that is not fzero's added facts; only `add` writes it
+_foreign: set[str] = set()  # what a module that is not fzero's added facts to; only `add` and `default` write it
 _NOTHING = OpInfo()
 
 
@@ -63,7 +64,7 @@ def add(op: OpOverload | str, row: OpInfo) -> None:
             '"mylib.mix"'
         )
     name = str(op)
-    if not str(sys._getframe(1).f_globals.get("__name__")).startswith("fzero."):
+    if not _asked_by_fzero():
         _foreign.add(name)
     _rows[name] = replace(_rows.get(name, _NOTHING), **row.stated())
     _forget()
@@ -72,6 +73,16 @@ def add(op: OpOverload | str, row: OpInfo) -> None:
 def has_foreign_rows() -> bool:
     """Whether a module that is not fzero's has added facts."""
     return bool(_foreign)
+
+
+def _asked_by_fzero() -> bool:
+    """Whether facts are added where a module of fzero's is imported, and not by a function that a user calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("fzero."):
+        if frame.f_code.co_name == "<module>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def fill(column: str, facts: Mapping[Any, Any]) -> None:
@@ -84,6 +95,8 @@ def fill(column: str, facts: Mapping[Any, Any]) -> None:
 
 def default(column: str, of_op: Default) -> None:
     """Sets what a column says of the ops that no row states it of. The first default that says something holds."""
+    if not _asked_by_fzero():
+        _foreign.add(f"default {column}")
     _defaults.append((column, of_op))
     _forget()
 

@@ -34,6 +34,7 @@ from fzero._torch_compat import FakeTensorMode, OpOverload, fake_like, graph_mod
 from fzero.ir.segment_text import op_named, op_text
 
 _OF_TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+CPU = torch.device("cpu")
 _FAKE = "fake"  # in the place of a record's class
 _SCALARS = (int, str, bool, type(None))
 
@@ -47,14 +48,16 @@ def pack(value: Any) -> bytes:
     return json.dumps(data, check_circular=False, separators=(",", ":")).encode()
 
 
-def unpack(data: bytes, mode: FakeTensorMode) -> Any:
-    """The value of these bytes, with fake tensors of this mode. To be called outside of all modes.
+def unpack(data: bytes, mode: FakeTensorMode, device: torch.device = CPU) -> Any:
+    """The value of these bytes, with fake tensors of this mode. To be called outside of all modes. device: that of its
+    type; of a device its number is not packed.
 
-    Raises ValueError for bytes that `pack` did not make, and for an op that is not registered.
+    Raises ValueError for bytes that `pack` did not make, and for an op that is not registered. The forms of values are
+    taken as they stand there.
     """
     try:
         content = json.loads(data)
-        unpacker = _Unpacker(content["classes"], len(content["graphs"]), mode)
+        unpacker = _Unpacker(content["classes"], len(content["graphs"]), mode, device)
         for kind, *fields in content["records"]:
             unpacker.read(kind, fields)
         for gm, nodes in zip(unpacker.graphs, content["graphs"], strict=True):
@@ -133,7 +136,7 @@ class _Packer:
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
         if isinstance(value, torch.device):
-            return {"device": str(value)}
+            return {"device": value.type}
         for name, of in _OF_TORCH.items():
             if isinstance(value, of):
                 return {name: str(value).removeprefix("torch.")}
@@ -143,7 +146,7 @@ class _Packer:
         storage = value.untyped_storage()
         memory = self._storages.setdefault(int(storage._cdata), len(self._storages))
         held = storage.nbytes() // value.element_size()
-        dtype, device = str(value.dtype).removeprefix("torch."), str(value.fake_device)
+        dtype, device = str(value.dtype).removeprefix("torch."), value.fake_device.type
         return [memory, held, dtype, device, [*value.shape], [*value.stride()], value.storage_offset()]
 
     def _class(self, kind: type) -> int:
@@ -158,9 +161,9 @@ class _Packer:
 class _Unpacker:
     """graphs: empty until they are filled."""
 
-    def __init__(self, classes: list[list[str]], graphs: int, mode: FakeTensorMode) -> None:
+    def __init__(self, classes: list[list[str]], graphs: int, mode: FakeTensorMode, device: torch.device) -> None:
         self.graphs = [graph_module(fx.Graph()) for _ in range(graphs)]
-        self._classes, self._mode = [_class_of(*names) for names in classes], mode
+        self._classes, self._mode, self._own = [_class_of(*names) for names in classes], mode, device
         self._records: list[Any] = []
         self._nodes: list[fx.Node] = []
         self._storages: dict[int, torch.Tensor] = {}
@@ -180,7 +183,7 @@ class _Unpacker:
             "fraction": Fraction,
             "complex": lambda parts: complex(*parts),
             "float": float,
-            "device": torch.device,
+            "device": self._device,
             **{name: partial(_of_torch, of=of) for name, of in _OF_TORCH.items()},
         }
 
@@ -220,7 +223,10 @@ class _Unpacker:
         if base is None:
             base = self._storages[memory] = torch.empty(held, dtype=own, device="meta")
         view = (base if base.dtype is own else base.view(own)).as_strided(*form)
-        return fake_like(self._mode, view, torch.device(device))
+        return fake_like(self._mode, view, self._device(device))
+
+    def _device(self, kind: str) -> torch.device:
+        return self._own if self._own.type == kind else torch.device(kind)
 
 
 def _class_of(module: str, name: str) -> Callable[..., Any]:

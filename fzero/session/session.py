@@ -22,7 +22,7 @@ from fzero.capture import ambient
 from fzero.capture.reads.noted import own_changes_forgotten
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
-from fzero.comm.launcher import crowded
+from fzero.comm.launcher import crowded, first_here
 from fzero.comm.transport import Transport
 from fzero.compile import fault_report
 from fzero.compile.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
@@ -202,7 +202,7 @@ class Session:
             with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
                 lowered = checked_step(
                     self.spec, fakes_on(self.like, self.device), batch, self.plan, self.transport.name, fn, costs,
-                    self.transport.rates, phase=phase, kept=Kept(turns=crowded(self.world_size, os.environ)),
+                    self.transport.rates, phase=phase, kept=_place(self.rank, self.world_size),
                 )  # fmt: skip
         forget_fakes(MAX_FAKES)
         return_freed()
@@ -317,6 +317,12 @@ def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]
     ['b', 'a']
     """
     return {**{other: held for other, held in table.items() if other != key}, key: value}
+
+
+def _place(rank: int, world_size: int) -> Kept:
+    """Where lowerings are kept. Where this machine has more ranks than cores, one of them lowers and the others wait:
+    together they would take as long as one after the other."""
+    return Kept(turns=crowded(world_size, os.environ), writes=first_here(rank, os.environ))
 
 
 @contextmanager

@@ -113,6 +113,8 @@ def _op(program: Program, op: Op) -> Iterator[str]:
             yield f"there is no buffer {ref.name}"
         if ref.tile is not None and not (_is_tile(ref.tile) and ref.shape is None):
             yield f"{ref} names a tile that is none: needed whole blocks of {ALIGN} elements of a flat range"
+        if ref.mine and ref.shape is not None:
+            yield f"{ref} is this rank's own slice, and of shape {list(ref.shape)}: a slice is a flat range"
     for name in NUMBERS:
         value = op.get(name, 0)
         if not isinstance(value, int) or not 0 <= value < MOST:

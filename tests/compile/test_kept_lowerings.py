@@ -16,15 +16,18 @@ from unittest import mock
 import pytest
 import torch
 from helpers import gloo, values
-from torch import Tensor
+from torch import Tensor, fx
 
 import fzero
 from fzero import P, optim
-from fzero.compile import decide, kept_lowerings
+from fzero.compile import decide, kept_lowerings, step
 from fzero.compile.ahead import lower_again
 from fzero.compile.kept_lowerings import SWITCH, Kept
 from fzero.ir import op_info
 from fzero.ir.op_table import OpInfo
+from fzero.ir.program import Level, Program
+from fzero.ir.records import Bucket
+from fzero.ir.scan_op import SCAN, text_of
 from fzero.private_folder import folder as private
 from fzero.private_folder import keep_last
 from fzero.spec import Spec
@@ -265,6 +268,162 @@ def test_the_oldest_files_go(tmp_path: Path) -> None:
         assert sorted(os.listdir(place)) == ["4.lowering", "5.lowering", "other"]
         keep_last(place, ".lowering", files=1)
         assert sorted(os.listdir(place)) == ["5.lowering", "other"]
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    """A file that is not yet whole has the name of the file that it was to be, and counts for no limit."""
+    with private(tmp_path / "place", make=True) as place:
+        for name in (".0.lowering.beef", ".1.lowering.beef", ".0.json.beef"):
+            (tmp_path / "place" / name).touch()
+        os.utime(tmp_path / "place" / ".0.lowering.beef", (0, 0))
+        os.utime(tmp_path / "place" / ".0.json.beef", (0, 0))
+        keep_last(place, ".lowering", files=1)
+        assert sorted(os.listdir(place)) == [".0.json.beef", ".1.lowering.beef"]
+
+
+def test_a_rule_of_the_user_s_is_a_fact_of_others(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fzero.shard.rule` is fzero's module, and who calls it is not."""
+    monkeypatch.setattr(op_info, "_rows", dict(op_info._rows))
+    fzero.shard.rule(torch.ops.aten._cdist_forward.default, "x1:id x2:jd -> ij")
+    lowered(Kept())
+    assert not cache.exists()
+
+
+def test_ops_of_others_within_a_scan_are_not_kept(cache: Path) -> None:
+    library = torch.library.Library("keptscan", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.keptscan.twice.default, (x,)),))
+    outer = fx.Graph()
+    node = outer.call_function(SCAN, ([], [], [], text_of(fx.GraphModule({}, graph)), 2, False))
+    assert kept_lowerings._namespaces([node]) == {"fzero", "keptscan"}
+
+
+def test_nothing_is_kept_by_code_that_was_edited_since_it_was_imported(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what the code of before has made lies under the key of the code that is there now."""
+    (name, size, _), *others = kept_lowerings._files()
+    edited = ((name, size, time.time_ns()), *others)
+    monkeypatch.setattr(kept_lowerings, "_files", lambda: edited)
+    lowered(Kept())
+    assert not cache.exists()
+
+
+def images(p: Any, x: Tensor) -> Tensor:
+    return torch.nn.functional.conv2d(x, p["w"], padding=1).square().mean()
+
+
+def test_libraries_that_are_switched_off_make_another_key() -> None:
+    """The bytes that a convolution takes are those of the kernel that runs."""
+
+    def found(kept: Kept) -> fzero.Lowered:
+        spec = dataclasses.replace(SPEC, loss=images)
+        params = {"w": torch.empty(16, 8, 3, 3)}
+        return lower_again(spec, params, torch.empty(4, 8, 16, 16), captures=None, kept=kept)
+
+    first = found(Kept())
+    with torch.backends.mkldnn.flags(enabled=False):
+        kept = Kept()
+        assert str(found(kept)) == str(found(Kept(""))) != str(first)
+        assert not kept.read
+
+
+# --- programs that are right by themselves, and not this step's
+
+
+def with_slots_exchanged(program: Program) -> Program:
+    """Two leaves of one size, each in the other's place."""
+
+    def exchanged(bucket: Bucket) -> Bucket:
+        slots = [*bucket.slots]
+        a, b = (i for i, slot in enumerate(slots) if slot.path.rpartition("/")[2] in ("up", "down"))
+        places = [(slots[i].start, slots[i].stop) for i in (b, a)]
+        for i, (start, stop) in zip((a, b), places, strict=True):
+            slots[i] = dataclasses.replace(slots[i], start=start, stop=stop)
+        return dataclasses.replace(bucket, slots=tuple(sorted(slots, key=lambda slot: slot.start)))
+
+    return dataclasses.replace(
+        program, buckets={n: exchanged(b) if len(b.slots) == 3 else b for n, b in program.buckets.items()}
+    )
+
+
+def with_a_segment_renamed(program: Program) -> Program:
+    (key, gm), *others = program.segments.items()
+    ops = [
+        dataclasses.replace(op, attrs=tuple((n, "0" * 12 if v == key else v) for n, v in op.attrs))
+        for op in program.ops
+    ]
+    return dataclasses.replace(program, ops=tuple(ops), segments=dict([("0" * 12, gm), *others]))
+
+
+CHANGES: dict[str, Callable[[Program], Program]] = {
+    "plan of buckets": with_slots_exchanged,
+    "level": lambda program: dataclasses.replace(program, level=Level.SIZED),
+    "plan of its state": lambda program: dataclasses.replace(
+        program,
+        buffers={
+            n: dataclasses.replace(b, per_rank=True) if b.kind == "optimizer" else b for n, b in program.buffers.items()
+        },
+    ),
+    "segment": with_a_segment_renamed,
+}
+
+
+@pytest.mark.parametrize(("what", "change"), CHANGES.items(), ids=CHANGES)
+def test_a_program_of_another_plan_is_refused(
+    what: str, change: Callable[[Program], Program], cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its meaning is that of the step; what it runs on is not what the state is."""
+    first = lowered(Kept(), mesh={"dp": 2}, zero=1)
+    (file,) = cache.glob("*.lowering")
+
+    def changed(data: bytes) -> bytes:
+        roles = kept_lowerings.unpack(data, torch._subclasses.FakeTensorMode())
+        return kept_lowerings.pack({n: dataclasses.replace(x, program=change(x.program)) for n, x in roles.items()})
+
+    rewrite(file, changed)
+    assert all_of(lowered(Kept(), mesh={"dp": 2}, zero=1)) == all_of(first)
+    assert f"has another {what}" in caplog.text
+
+
+def test_an_error_over_what_was_read_is_none_of_the_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = lowered(Kept())
+
+    def check(*given: Any) -> None:
+        raise fzero.SpecError("does not fit")
+
+    monkeypatch.setattr(step, "check_kept", check)
+    assert all_of(lowered(Kept())) == all_of(first)
+    assert "of no use, and it is made anew (does not fit)" in caplog.text
+
+
+def test_an_error_of_the_step_is_raised_and_what_was_kept_stays(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with pytest.raises(fzero.SpecError, match="device_bytes"):
+            lowered(Kept(), **TP, device_bytes=100)
+    assert len([*cache.glob("*.lowering")]) == 1
+    assert "of no use" not in caplog.text
+
+
+def test_all_that_was_read_goes_where_another_rank_removed_some(cache: Path) -> None:
+    _, _, kept = again(**TP)
+    (cache / f"{kept.read[0]}.lowering").unlink()
+    kept.forget()
+    assert not list(cache.glob("*.lowering"))
+
+
+def test_one_process_of_a_machine_writes(cache: Path) -> None:
+    lowered(Kept(writes=False))
+    assert not cache.exists()
+    lowered(Kept(writes=True))
+    kept = Kept(writes=False)
+    lowered(kept)
+    assert kept.read
 
 
 # --- turns

@@ -35,6 +35,14 @@ def test_a_value_comes_back(value: Any) -> None:
     assert type(found) is type(value)
 
 
+def test_a_device_is_that_of_who_reads() -> None:
+    there, here = torch.device("cuda", 0), torch.device("cuda", 3)
+    with FakeTensorMode() as mode:
+        value = torch.empty(2, device="cpu")
+    assert unpack(pack((there, value)), mode, here)[0] == here
+    assert unpack(pack((there, value)), mode, here)[1].device.type == "cpu"
+
+
 def test_nan_comes_back() -> None:
     assert math.isnan(unpack(pack(math.nan), FakeTensorMode()))
 

@@ -572,6 +572,13 @@ def test_a_write_back_that_is_lost_or_of_another_tile(moving: Program) -> None:
         verify(swapped)
 
 
+def test_a_leaf_that_is_written_as_an_own_slice(moving: Program) -> None:
+    """No text says it: of a kept program each rank would write its part of the leaf alone."""
+    i, n = next((i, n) for i, op in enumerate(moving.ops) for n, ref in enumerate(op.writes) if ref.shape is not None)
+    writes = [replace(ref, mine=True) if n == m else ref for m, ref in enumerate(moving.ops[i].writes)]
+    _refused(put(moving, i, replace(moving.ops[i], writes=tuple(writes))), "form", "a slice is a flat range")
+
+
 def test_every_rule_is_broken_by_some_program_here(request: pytest.FixtureRequest) -> None:
     text = request.path.read_text(encoding="utf-8")
     assert [rule for rule in (*RULES, "budget") if f'"{rule}", ' not in text] == []
