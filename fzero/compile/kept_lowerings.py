@@ -6,8 +6,9 @@ against the captured ones, the programs must have their meaning, and are verifie
 lowering, and a message.
 
 The files lie beside fzero's other ones (`kept_costs.folder`), in the folder `lowerings`, which is this user's alone; of
-more than `MOST_BYTES` the oldest go. With `FZERO_KEEP_LOWERINGS=0` nothing is read or written. Nothing is kept of a
-step with ops or facts of ops that are not torch's or fzero's, nor with functions of the user's that decide.
+more than `MOST_BYTES` those go that were not used for the longest time. With `FZERO_KEEP_LOWERINGS=0` nothing is read
+or written. Nothing is kept of a step with ops or facts of ops that are not torch's or fzero's, nor with functions of
+the user's that decide.
 """
 
 from __future__ import annotations
@@ -237,6 +238,8 @@ def _read(key: str) -> list[bytes]:
     try:
         with private_folder.folder(folder()) as place:
             data = private_folder.read(place, f"{key}.lowering", LARGEST)
+            with contextlib.suppress(OSError):  # a read-only disk
+                os.utime(f"{key}.lowering", dir_fd=place)  # the last used stay
     except OSError:
         return []
     head, data = data[:DIGEST], data[DIGEST:]

@@ -417,6 +417,14 @@ def test_all_that_was_read_goes_where_another_rank_removed_some(cache: Path) -> 
     assert not list(cache.glob("*.lowering"))
 
 
+def test_what_is_read_is_among_the_last_to_go(cache: Path) -> None:
+    lowered(Kept())
+    (file,) = cache.glob("*.lowering")
+    os.utime(file, (0, 0))
+    lowered(Kept())
+    assert time.time() - file.stat().st_mtime < 3600
+
+
 def test_one_process_of_a_machine_writes(cache: Path) -> None:
     lowered(Kept(writes=False))
     assert not cache.exists()
