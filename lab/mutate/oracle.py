@@ -86,8 +86,17 @@ def _state(
     it the copies of parameters that the next step finds."""
     disk = [name for name, b in case.plan.buffers.items() if b.space == DISK]
     held = [{**own, **{n: then[n] for n in disk if n in own}} for own, then in zip(memory, after, strict=True)]
-    copies = [after[r][name] for r, program in sorted(case.programs.items()) for name in sorted(program.copies)]
+    copies = [_of_leaves(program, name, after[r][name], r) for r, program in sorted(case.programs.items())
+              for name in sorted(program.copies)]  # fmt: skip
     return (*(storage.local(case.plan, own, x, r) for r, own in enumerate(held) for x in case.plan.leaves), *copies)
+
+
+def _of_leaves(program: Program, name: str, copy: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank's copy has of leaves: of the padding between them nothing is read."""
+    bucket = program.buckets[program.buffers[name].bucket or ""]
+    low = program.mesh.coordinate(rank, bucket.axis) * copy.numel() if copy.numel() < bucket.length else 0
+    flat = copy.reshape(-1)
+    return torch.cat([flat[max(slot.start - low, 0) : max(slot.stop - low, 0)] for slot in bucket.slots])
 
 
 def _left(rank: Rank) -> frozenset[str]:
