@@ -200,7 +200,7 @@ def test_runs_that_begin_at_once_with_one_cache(tmp_path: Path, compile: str) ->
     assert len(set(found)) == 1
     files = [*(tmp_path / "cache").iterdir()]
     kinds = sorted((path.name.split("-")[0], path.suffix) for path in files)
-    assert kinds == [(kind, end) for kind in ("buckets", "products") for end in (".json", ".lock")]
+    assert kinds == [(kind, end) for kind in ("buckets", "products", "transfers") for end in (".json", ".lock")]
     assert all(json.loads(path.read_text())["figures"] for path in files if path.suffix == ".json")
 
 
