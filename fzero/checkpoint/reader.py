@@ -27,6 +27,7 @@ import torch
 from fzero import backend, progress
 from fzero.checkpoint import shards
 from fzero.checkpoint.manifest import BLOCK, Manifest, ShardRecord, read, shard_name
+from fzero.comm.launcher import usable_cores
 from fzero.disk.calls import Disk
 from fzero.errors import CorruptError
 from fzero.state.source import Batch, Entry, Source, Want, batches
@@ -251,8 +252,7 @@ def _verified(disk: Disk, file: Path, shard: ShardRecord, index: int, outs: Sequ
 
 def _num_threads() -> int:
     """This process's share of the machine's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MAX_THREADS, cores // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)))
+    return max(1, min(MAX_THREADS, usable_cores() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)))
 
 
 def _run(pool: ThreadPoolExecutor | None, jobs: Sequence[Callable[[], None]]) -> None:

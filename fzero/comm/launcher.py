@@ -44,6 +44,11 @@ LAUNCHERS = (
 )
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def crowded(world_size: int, environ: Mapping[str, str]) -> bool:
     """Whether this machine has more ranks than cores that this process may use. Without LOCAL_WORLD_SIZE all ranks are
     on it.
@@ -51,8 +56,7 @@ def crowded(world_size: int, environ: Mapping[str, str]) -> bool:
     >>> crowded(1 << 20, {}), crowded(1 << 20, {"LOCAL_WORLD_SIZE": "1"})
     (True, False)
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return (_number(environ, "LOCAL_WORLD_SIZE") or world_size) > cores
+    return (_number(environ, "LOCAL_WORLD_SIZE") or world_size) > usable_cores()
 
 
 def first_here(rank: int, environ: Mapping[str, str]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fzero.compile import fault_report
@@ -48,50 +47,37 @@ def checked_step(
     """
     if spec.phases is not None and fn is None:
         phase = phase or spec.phases.first
-    make = partial(_checked, spec, state, batch, plan, transport, fn, costs, rates, deciders, phase, captures, verified)
+    given, spec = spec, spec.in_phase(phase)
+
+    def made(kept: Kept) -> Lowered:
+        lowered: Lowered | None = None
+        try:
+            lowered = lower_step(
+                spec, state, batch, plan, transport, fn, costs, rates, deciders, captures, kept, verified
+            )
+            lowered = replace(lowered, phase=phase)
+            if verified:
+                verify(lowered.roles)
+        except VerifyError as error:
+            if kept.read:
+                raise  # no fault of fzero, as long as nothing was made
+            error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
+            programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
+            raise fault_report.explained(error, spec, plan, batch, programs, reduce) from error
+        except Exception as error:
+            if phase:
+                check_phase_state(given, phase, state, error)
+                error.add_note(f"in phase {phase!r}")
+            raise
+        return lowered
+
     try:
-        return make(kept)
+        return made(kept)
     except Exception as error:
         if not kept.read:
             raise
         refused = str(error)
-    made = make(NOTHING)  # raises the same where the step, and not what was read, is at fault
+    again = made(NOTHING)  # raises the same where the step, and not what was read, is at fault
     log.warning("fzero: what was kept of a lowering is of no use, and it is made anew (%s)", refused)
     kept.forget()
-    return made
-
-
-def _checked(
-    spec: Spec,
-    state: Any,
-    batch: Any,
-    plan: Plan,
-    transport: str,
-    fn: Callable[..., Any] | None,
-    costs: Costs | None,
-    rates: Rates | None,
-    deciders: Deciders | None,
-    phase: str,
-    captures: Captures | None,
-    verified: bool,
-    kept: Kept,
-) -> Lowered:
-    lowered: Lowered | None = None
-    given, spec = spec, spec.in_phase(phase)
-    try:
-        lowered = lower_step(spec, state, batch, plan, transport, fn, costs, rates, deciders, captures, kept, verified)
-        lowered = replace(lowered, phase=phase)
-        if verified:
-            verify(lowered.roles)
-    except VerifyError as error:
-        if kept.read:
-            raise  # no fault of fzero, as long as nothing was made
-        error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
-        programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
-        raise fault_report.explained(error, spec, plan, batch, programs, reduce) from error
-    except Exception as error:
-        if phase:
-            check_phase_state(given, phase, state, error)
-            error.add_note(f"in phase {phase!r}")
-        raise
-    return lowered
+    return again

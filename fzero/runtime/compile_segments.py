@@ -37,6 +37,7 @@ from fzero._torch_compat import inductor_cache_dir, inductor_compile, inductor_l
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import Fused, fuse
 from fzero.comm.agree import gathered
+from fzero.comm.launcher import usable_cores
 from fzero.ir import fx_nodes
 from fzero.ir.program import Program
 
@@ -165,7 +166,7 @@ def _workers(folder: str, stretches: Sequence[Fused], device: torch.device) -> l
     """Starts processes that compile the stretches that nobody has claimed, from the end of the list; none if it would
     not pay."""
     new = sum(not os.path.exists(_mark(stretch.digest)) for stretch in stretches)
-    number = min(len(os.sched_getaffinity(0)) - 1, new // PER_WORKER)
+    number = min(usable_cores() - 1, new // PER_WORKER)
     if number < 1 or not sys.executable:
         return []
     inputs = [[(x.shape, x.stride(), x.dtype) for x in _inputs(s.graph, torch.device("meta"))] for s in stretches]
