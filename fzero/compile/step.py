@@ -142,7 +142,7 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, trans
             raise
         raise SpecError(f"{error}{more}") from None
     programs = {number: role.program for number, role in roles.items()}
-    if kept.read:
+    if kept.key in kept.read:
         check_kept(programs, before())
     decided = {number: role.decided for number, role in roles.items()}
     cut = UNCUT if plan.cut is None else plan.cut.choice
