@@ -29,14 +29,35 @@ from lab.mutate.corpus import (
     draw_pipeline,
     draw_windowed,
 )
-from lab.mutate.kinds import AXES, CODED, HIERARCHY, KEPT, KINDS, MOVES, ROLES, WINDOWS
+from lab.mutate.edits import Mutation
+from lab.mutate.kinds import ANY, AXES, CODED, HIERARCHY, KEPT, KINDS, MOVES, ROLES, WINDOWS
 from lab.mutate.oracle import Outcome, difference, executed, outcome
 
 __all__ = [
-    "AXES", "CODED", "HIERARCHY", "KEPT", "KINDS", "MOVES", "ROLES", "WINDOWS", "Bench", "Case", "Mutant", "Report",
-    "draw", "draw_coded", "draw_hierarchy", "draw_kept", "draw_offloaded", "draw_parallel", "draw_pipeline",
-    "draw_windowed", "run",
+    "ANY", "AXES", "CODED", "HIERARCHY", "KEPT", "KINDS", "MOVES", "PARTS", "ROLES", "WINDOWS", "Bench", "Case",
+    "Mutant", "Part", "Report", "draw", "draw_coded", "draw_hierarchy", "draw_kept", "draw_offloaded", "draw_parallel",
+    "draw_pipeline", "draw_windowed", "run",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """Kinds of mutant that only some programs have, who draws such programs, and what they are called."""
+
+    kinds: Mapping[str, Mutation]
+    draw: Callable[[random.Random, int], Case]
+    of: str
+
+
+PARTS = {
+    "roles": Part(ROLES, draw_pipeline, "pipelines"),
+    "moves": Part(MOVES, draw_offloaded, "offloaded states"),
+    "hierarchy": Part(HIERARCHY, draw_hierarchy, "two data axes"),
+    "axes": Part(AXES, draw_parallel, "meshes with tp"),
+    "coded": Part(CODED, draw_coded, "messages of blocks"),
+    "kept": Part(KEPT, draw_kept, "copies of parameters"),
+    "windows": Part(WINDOWS, draw_windowed, "block-sparse attention and losses by chunks"),
+}
 
 
 @dataclass(frozen=True)
@@ -145,18 +166,20 @@ def run(
     *,
     each: int = 50,
     unbroken: int = 240,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str] = tuple(ANY),
     source: Callable[[random.Random, int], Case] = draw,
     after_program: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Draws programs and breaks each in every way, until `count` mutants change meaning, `each` of every kind, and
-    `unbroken` programs were seen. A kind that lags behind gets more tries. Gives `after_program` the counts so far."""
+    `unbroken` programs were seen. A kind that lags behind gets more tries; one that has `each` gets none after `count`.
+    Gives `after_program` the counts so far. `source` must draw programs that have places for each of `kinds`: those of
+    `PARTS` go with the programs of their part."""
     rng, report = random.Random(seed), Report()
-    while (
-        report.unbroken < unbroken
-        or sum(report.changing.values()) < count
-        or min(report.changing[kind] for kind in kinds) < each
-    ):
+
+    def wanted(kind: str) -> bool:
+        return report.changing[kind] < each or sum(report.changing.values()) < count
+
+    while report.unbroken < unbroken or any(map(wanted, kinds)):
         report.unbroken += 1
         try:
             bench = Bench(source(rng, report.unbroken))
@@ -165,7 +188,7 @@ def run(
             continue
         if bench.refused is not None:
             report.refused.append(f"{bench.case.name}: {bench.refused}")
-        for kind in kinds:
+        for kind in filter(wanted, kinds):
             behind = report.changing[kind] * unbroken < each * report.unbroken
             for mutant in bench.mutants(kind, rng, tries=6 if behind else 1):
                 report.add(mutant)

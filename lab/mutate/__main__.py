@@ -8,26 +8,7 @@ from collections.abc import Sequence
 
 from fzero import progress
 from lab import commands
-from lab.mutate import (
-    AXES,
-    CODED,
-    HIERARCHY,
-    KEPT,
-    KINDS,
-    MOVES,
-    ROLES,
-    WINDOWS,
-    Report,
-    draw,
-    draw_coded,
-    draw_hierarchy,
-    draw_kept,
-    draw_offloaded,
-    draw_parallel,
-    draw_pipeline,
-    draw_windowed,
-    run,
-)  # fmt: skip
+from lab.mutate import ANY, PARTS, Report, draw, run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,50 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
     parser.add_argument("--each", type=int, default=50, help="of every kind, at least (default 50)")
     parser.add_argument("--unbroken", type=int, default=240, help="programs drawn, at least (default 240)")
-    parser.add_argument(
-        "--roles", action="store_true", help="pipelines alone, and the kinds of mutant that only they have"
-    )
-    parser.add_argument(
-        "--moves", action="store_true", help="offloaded states alone, and the kinds of mutant that only they have"
-    )
-    parser.add_argument(
-        "--hierarchy", action="store_true", help="two data axes alone, and the kinds of mutant that only they have"
-    )
-    parser.add_argument(
-        "--axes", action="store_true", help="meshes with tp alone, and the kinds of mutant that only they have"
-    )
-    parser.add_argument(
-        "--coded", action="store_true", help="messages of blocks alone, and the kinds of mutant that only they have"
-    )
-    parser.add_argument(
-        "--kept", action="store_true", help="copies of parameters alone, and the kinds of mutant that only they have"
-    )
-    parser.add_argument(
-        "--windows",
-        action="store_true",
-        help="block-sparse attention and losses by chunks alone, and the kinds of mutant that only they have",
-    )
+    for name, part in PARTS.items():
+        parser.add_argument(
+            f"--{name}", action="store_true", help=f"{part.of} alone, and the kinds of mutant that only they have"
+        )
 
 
 @progress.quietly()
 def command(arguments: argparse.Namespace) -> int:
     """Prints the table, and on stderr, after every program, the counts and what was missed.
     Returns 1 if a mutant was missed or an unbroken program refused."""
-    kinds, source = KINDS, draw
-    if arguments.roles:
-        kinds, source = ROLES, draw_pipeline
-    elif arguments.moves:
-        kinds, source = MOVES, draw_offloaded
-    elif arguments.hierarchy:
-        kinds, source = HIERARCHY, draw_hierarchy
-    elif arguments.axes:
-        kinds, source = AXES, draw_parallel
-    elif arguments.coded:
-        kinds, source = CODED, draw_coded
-    elif arguments.kept:
-        kinds, source = KEPT, draw_kept
-    elif arguments.windows:
-        kinds, source = WINDOWS, draw_windowed
+    part = next((part for name, part in PARTS.items() if getattr(arguments, name)), None)
+    kinds, source = (ANY, draw) if part is None else (part.kinds, part.draw)
     shown: list[str] = []
 
     def show(report: Report) -> None:

@@ -141,7 +141,8 @@ CODED: dict[str, Mutation] = {
     "another divisor on one rank": on(coded.another_divisor, alone=True),
 }
 
-KINDS: dict[str, Mutation] = {
+# of any program
+ANY: dict[str, Mutation] = {
     "drop a wait": on(timing.drop_wait),
     "repeat a wait": on(timing.repeat_wait),
     "wait late": on(timing.wait_late),
@@ -233,11 +234,6 @@ KINDS: dict[str, Mutation] = {
     "exchange results": on(within.inside(within.exchange_results)),
     "wrong result": on(within.inside(within.wrong_result)),
     "one rank's segment": on(within.inside(within.wrong_literal), alone=True),
-    **ROLES,
-    **HIERARCHY,
-    **MOVES,
-    **AXES,
-    **CODED,
-    **WINDOWS,
-    **KEPT,
 }
+
+KINDS: dict[str, Mutation] = {**ANY, **ROLES, **HIERARCHY, **MOVES, **AXES, **CODED, **WINDOWS, **KEPT}

@@ -16,8 +16,10 @@ from fzero.ir.records import Ref
 from fzero.runtime.interpreter import interpret
 from fzero.state import storage
 from lab.mutate import (
+    ANY,
     AXES,
     KINDS,
+    PARTS,
     Bench,
     draw,
     draw_coded,
@@ -103,6 +105,13 @@ def test_every_mutant_that_changes_meaning_is_refused(kind: str, benches: list[B
                 break
     assert missed == []
     assert changing >= EACH, f"only {changing} mutants changed a meaning"
+
+
+def test_each_kind_is_of_any_program_or_of_one_part() -> None:
+    """`run` would never end with kinds that none of its programs has."""
+    kinds = [*ANY, *(kind for part in PARTS.values() for kind in part.kinds)]
+    assert sorted(kinds) == sorted(KINDS)
+    assert len(KINDS) >= 175
 
 
 def test_mutants_of_several_axes_are_refused() -> None:
