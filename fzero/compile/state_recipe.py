@@ -16,6 +16,7 @@ from fzero.capture.joint import asks_key
 from fzero.capture.leaves import check_hooks, check_leaf, check_names
 from fzero.compile.collector import collector_paused
 from fzero.errors import TreeError, leaf_name
+from fzero.ir.fx_values import extent_bytes
 from fzero.precision import DTYPES, LOW
 from fzero.random.keys import is_key
 from fzero.spec import Spec
@@ -29,8 +30,8 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     """The recipe of a first state on `device`: `fzero.init(params, spec, key=key)` fills the leaves from it.
 
     ranks: of the data, each of which keeps a share of the leaves that are sliced by rank. params: a pytree of tensors,
-    a `Source`, or a function of a key. Raises TreeError if it is none of them, has no leaves, or holds one tensor as
-    two parameters.
+    a `Source`, or a function of a key. Raises TreeError if it is none of them, has no leaves, or holds one element as
+    two parameters'.
     """
     ambient.check_trace()
     check_key("init", key)
@@ -83,18 +84,42 @@ def _not_empty(params: Any) -> Any:
 
 
 def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises TreeError for one tensor as two parameters: they would start equal and drift apart."""
-    path_of: dict[int, str] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        real = isinstance(leaf, torch.Tensor) and not leaf.is_meta and not is_fake(leaf) and leaf.numel()
-        if not real:
-            continue
-        if id(leaf) in path_of:
+    """Raises TreeError for two parameters that share an element: they would start equal and drift apart."""
+    real = [
+        (leaf, leaf_name("params", path))
+        for path, leaf in zip(paths, leaves, strict=True)
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta and not is_fake(leaf) and leaf.numel()
+    ]
+    name_of: dict[int, str] = {}
+    for leaf, name in real:
+        if (other := name_of.setdefault(id(leaf), name)) != name:
             raise TreeError(
-                f"{leaf_name('params', path_of[id(leaf)])} and {leaf_name('params', path)} are one tensor: as two "
-                "leaves they would drift apart. Keep one and use it twice in the loss, or clone() it"
+                f"{other} and {name} are one tensor: as two leaves they would drift apart. Keep one and use it twice "
+                "in the loss, or clone() it"
             )
-        path_of[id(leaf)] = path
+    plain = [(leaf, name) for leaf, name in real if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+    held = sorted((leaf.data_ptr(), name, leaf) for leaf, name in plain if leaf.layout is torch.strided)
+    open_ = list[tuple[int, str, torch.Tensor]]()  # that reach to where the next begins
+    for start, name, leaf in held:
+        open_ = [one for one in open_ if one[0] + extent_bytes(one[2]) > start]
+        for first, other, earlier in open_:
+            if _share(earlier, leaf, start - first):
+                raise TreeError(
+                    f"{other} and {name} share memory: as two leaves they would drift apart. Keep one and take the "
+                    "other from it in the loss (w.t(), w[:n]), or clone() it"
+                )
+        open_.append((start, name, leaf))
+
+
+def _share(first: torch.Tensor, later: torch.Tensor, distance: int) -> bool:
+    """Whether two tensors whose extents overlap have an element in common. distance: in bytes, of their starts."""
+    if first.dtype != later.dtype:
+        return True
+    at = distance // first.element_size()
+    span = max(extent_bytes(first), distance + extent_bytes(later)) // first.element_size()
+    taken = torch.zeros(span, dtype=torch.bool, device=first.device)
+    taken.as_strided(first.shape, first.stride()).fill_(True)
+    return bool(taken.as_strided(later.shape, later.stride(), at).any())
 
 
 def needs_key(spec: Spec) -> bool:

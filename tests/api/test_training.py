@@ -431,9 +431,15 @@ def plain(p: Any, batch: Any) -> Tensor:
     return (batch @ p["w"]).square().mean()
 
 
-W = torch.ones(4)
+W, M = torch.ones(4), torch.ones(3, 4)
 MISTAKES: dict[str, tuple[Any, str]] = {
     "one tensor as two parameters": ({"w": W, "v": W}, r"params\['v'\] and params\['w'\] are one tensor.*clone\(\)"),
+    "a view as a second parameter": (
+        {"w": M, "v": M.t()},
+        r"params\['[vw]'\] and params\['[vw]'\] share memory.*take the other.*clone\(\)",
+    ),
+    "views that share a row": ({"w": M[:2], "v": M[1:]}, r"params\['w'\] and params\['v'\] share memory"),
+    "a view of another dtype": ({"w": M, "v": M.view(torch.int32)}, r"share memory"),
     "complex": ({"w": W, "v": W.to(torch.complex64)}, r"params/v is torch\.complex64"),
     "per_rank": ({"w": W, "v": fzero.per_rank(torch.ones(2))}, r"params\['v'\] is per_rank.*step="),
     "integers alone": ({"w": torch.arange(4)}, r"no leaf of params under '\*\*' can train"),
@@ -445,6 +451,25 @@ def test_params_that_cannot_be_meant_are_refused(name: str) -> None:
     given, message = MISTAKES[name]
     with pytest.raises(fzero.TreeError, match=message):
         fzero.init(given, fzero.Spec(loss=plain, optimizer=optim.sgd(0.1)))
+
+
+APART = {
+    "halves": lambda w: (w[:2], w[2:]),
+    "columns": lambda w: (w[:, :2], w[:, 2:]),
+    "columns that alternate": lambda w: (w[:, ::2], w[:, 1::2]),
+    "of one column": lambda w: (w[:, 0], w[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_views_that_share_no_element_are_parameters(name: str) -> None:
+    w, v = APART[name](torch.arange(16.0).reshape(4, 4))
+    spec = fzero.Spec(
+        loss=lambda p, batch: (p["w"].sum() + p["v"].square().sum()) * batch.sum(), optimizer=optim.sgd(1)
+    )
+    state = fzero.step(fzero.init({"w": w, "v": v}, spec), torch.ones(1))
+    assert torch.equal(state.params["w"].full(), w - 1)
+    assert torch.equal(state.params["v"].full(), -v)
 
 
 def test_a_rule_for_integers_alone_trains_nothing() -> None:
