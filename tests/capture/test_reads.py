@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import enum
 import functools
 import os
@@ -38,6 +39,7 @@ WEIGHTS = [0.25, 0.75]
 TABLE = {"relu": lambda x: x * 2.0, "other": 1.0}
 OFFSET = torch.ones(2)
 ARRAY = np.array([1.0, 2.0])
+LARGE = np.ones((1000, 1000))  # 8 MB: a part of it is compared
 RECENT = collections.deque([1.0, 2.0])
 
 
@@ -141,6 +143,9 @@ CASES: dict[str, tuple[Any, Any, Any, Any, str]] = {
     ),
     "an array": (lambda p, b: (b @ p["w"] + torch.tensor(ARRAY)).mean(), ARRAY, 0, 5.0, "ARRAY"),
     "a number of an array": (lambda p, b: (b @ p["w"]).mean() * float(ARRAY[1]), ARRAY, 1, 5.0, "ARRAY"),
+    "a large array": (lambda p, b: (b @ p["w"]).mean() * float(LARGE.mean()), LARGE, slice(None), 5.0, "LARGE"),
+    "the end of a large array": (lambda p, b: (b @ p["w"]).mean() * float(LARGE.mean()), LARGE, (-1, -1), 5.0, "LARGE"),
+    "a large array's view": (lambda p, b: (b @ p["w"]).mean() * float(LARGE.T[::2].sum()), LARGE, 0, 5.0, "LARGE"),
     "a sum of an array": (lambda p, b: (b @ p["w"]).mean() * float(ARRAY.sum()), ARRAY, 1, 5.0, "ARRAY"),
     "getattr": (lambda p, b: (b @ p["w"]).mean() * getattr(CONFIG, "alpha", 9.0), CONFIG, "alpha", 1.0, "CONFIG.alpha"),
     "a deque": (lambda p, b: (b @ p["w"]).mean() * sum(RECENT), RECENT, 1, 5.0, "RECENT[1]"),
@@ -170,7 +175,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any, str]] = {
 def changed(owner: Any, key: Any, value: Any) -> Iterator[None]:
     items = isinstance(owner, (dict, list, collections.deque, np.ndarray))
     hidden = isinstance(owner, Scale)  # it has the class's value
-    old = owner[key] if items else getattr(owner, key)
+    old = copy.copy(owner[key]) if isinstance(owner, np.ndarray) else owner[key] if items else getattr(owner, key)
     put = owner.__setitem__ if items else functools.partial(setattr, owner)
     put(key, value)
     try:

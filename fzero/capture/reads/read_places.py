@@ -19,7 +19,7 @@ import types
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ MOST_ITEMS = 512  # of a container whose contents are noted one by one
 MOST_IN_ALL = 2048  # items of it and of the containers within it
 DEEP = 4  # containers within containers
 MOST_BYTES = 4096  # of a numpy array whose contents are noted
+SAMPLED = 1 << 24  # bytes of one of which 256 elements are
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -199,13 +200,17 @@ def item(owner: Any, key: Any) -> tuple[list[Spot], Any]:
 
 
 def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
-    """The spots that hold what a container, a small numpy array or a `functools.partial` is made of, each with the end
-    of its name. Of a container with more than MOST_ITEMS, or MOST_IN_ALL with those within, only the length.
+    """The spots that hold what a container, a numpy array or a `functools.partial` is made of, each with the end of its
+    name. Of a container with more than MOST_ITEMS, or MOST_IN_ALL with those within, only the length; of an array over
+    MOST_BYTES some elements.
 
     depth: how many containers it lies in."""
     if isinstance(owner, BUFFERS):
-        copy = np.ndarray.tobytes if isinstance(owner, np.ndarray) else bytes
-        return [((COPY, owner, copy), "")] if _size(owner) <= MOST_BYTES else []
+        if not isinstance(owner, np.ndarray):
+            return [((COPY, owner, bytes), "")] if memoryview(owner).nbytes <= MOST_BYTES else []
+        if owner.nbytes <= MOST_BYTES:
+            return [((COPY, owner, Elements.of), "")]
+        return [((COPY, owner, _sample), "")] if owner.nbytes <= SAMPLED and not isinstance(owner, np.memmap) else []
     if isinstance(owner, functools.partial):
         return [((ATTRIBUTE, owner, part), f".{part}") for part in ("func", "args", "keywords")]
     if isinstance(owner, nn.Module):
@@ -227,8 +232,29 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
     return [*whole, *(((ITEM, owner, i), f"[{i}]") for i in range(len(owner)))]
 
 
-def _size(buffer: Any) -> int:
-    return int(buffer.nbytes if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes)
+class Elements(NamedTuple):
+    """What a numpy array holds, as a value that cannot change."""
+
+    data: bytes
+    dtype: str
+
+    def __repr__(self) -> str:
+        return "objects" if self.dtype == "|O" else str(np.frombuffer(self.data, self.dtype))
+
+    @classmethod
+    def of(cls, values: np.ndarray[Any, Any]) -> Elements:
+        """All elements of an array."""
+        return cls(values.tobytes(), values.dtype.str)
+
+
+def _sample(values: np.ndarray[Any, Any]) -> Elements:
+    """256 elements from the first to the last: some microseconds at any size."""
+    return Elements.of(values.flat[_spread(values.size)])
+
+
+@functools.lru_cache(maxsize=64)
+def _spread(size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.linspace(0, size - 1, 256).astype(np.int64)
 
 
 @dataclass(frozen=True)
