@@ -16,6 +16,7 @@ from fzero.compile.batch_key import check_batch, key_of
 from fzero.compile.captures import Captures
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
+from fzero.compile.context import LoweringContext
 from fzero.compile.decide import Deciders
 from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.compile.lowered import Lowered
@@ -87,7 +88,7 @@ def lower_again(
     kept: Kept = NOTHING,
 ) -> Lowered:
     """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified, kept: as in
-    `checked_step`."""
+    `LoweringContext`."""
     ambient.check_outside("fzero.lower")
     ambient.check("lower", backward=True)
     batch_like = tree.plain(batch_like)
@@ -106,10 +107,8 @@ def lower_again(
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     check_batch(batch_like)
     key_of(batch_like, device)  # as `step` refuses what could change unseen
+    context = LoweringContext(transport, deciders=deciders, captures=captures, kept=kept, verified=verified)
     with progress.shown("lowering the step"):
-        lowered = checked_step(
-            spec, state, fakes_on(batch_like, device), plan, transport, deciders=deciders, phase=phase,
-            captures=captures, verified=verified, kept=kept,
-        )  # fmt: skip
+        lowered = checked_step(spec, state, fakes_on(batch_like, device), plan, context, phase=phase)
     decide.check_strategies(lowered.decisions, decisions)
     return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered

@@ -8,14 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.compile import fault_report
-from fzero.compile.captures import Captures
-from fzero.compile.decide import Deciders
-from fzero.compile.kept_lowerings import NOTHING, Kept
+from fzero.compile.context import LoweringContext
+from fzero.compile.kept_lowerings import NOTHING
 from fzero.compile.lowered import Lowered
 from fzero.compile.phase_states import check_phase_state
 from fzero.compile.step import lower_step
-from fzero.cost.kept_costs import Costs
-from fzero.cost.rates import Rates
 from fzero.errors import VerifyError
 from fzero.plan.state_plan import Plan
 from fzero.spec import Spec
@@ -29,19 +26,12 @@ def checked_step(
     state: Any,
     batch: Any,
     plan: Plan,
-    transport: str,
+    context: LoweringContext,
     fn: Callable[..., Any] | None = None,
-    costs: Costs | None = None,
-    rates: Rates | None = None,
-    deciders: Deciders | None = None,
     phase: str = "",
-    captures: Captures | None = None,
-    verified: bool = True,
-    kept: Kept = NOTHING,
 ) -> Lowered:
-    """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first. verified:
-    False for programs that are only compared, and never run. kept: where what is made is kept. What was read there and
-    is refused is made anew.
+    """`lower_step`, and its programs verified. phase: of a spec with phases, which one; "" for the first. What was read
+    of kept lowerings and is refused is made anew.
 
     Raises VerifyError with a report (`fault_report`).
     """
@@ -49,17 +39,16 @@ def checked_step(
         phase = phase or spec.phases.first
     given, spec = spec, spec.in_phase(phase)
 
-    def made(kept: Kept) -> Lowered:
+    kept = context.kept
+
+    def made(context: LoweringContext) -> Lowered:
         lowered: Lowered | None = None
         try:
-            lowered = lower_step(
-                spec, state, batch, plan, transport, fn, costs, rates, deciders, captures, kept, verified
-            )
-            lowered = replace(lowered, phase=phase)
-            if verified:
+            lowered = replace(lower_step(spec, state, batch, plan, context, fn), phase=phase)
+            if context.verified:
                 verify(lowered.roles)
         except VerifyError as error:
-            if kept.read:
+            if context.kept.read:
                 raise  # no fault of fzero, as long as nothing was made
             error = VerifyError(f"{error} (in phase {phase!r})") if phase else error
             programs, reduce = ({}, "") if lowered is None else (lowered.roles, lowered.reduce)
@@ -72,12 +61,12 @@ def checked_step(
         return lowered
 
     try:
-        return made(kept)
+        return made(context)
     except Exception as error:
         if not kept.read:
             raise
         refused = str(error)
-    again = made(NOTHING)  # raises the same where the step, and not what was read, is at fault
+    again = made(replace(context, kept=NOTHING))  # raises the same where the step, and not what was read, is at fault
     log.warning("fzero: what was kept of a lowering is of no use, and it is made anew (%s)", refused)
     kept.forget()
     return again

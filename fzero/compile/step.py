@@ -20,17 +20,16 @@ from fzero.capture.graph import Graph
 from fzero.capture.step_ops import FED_MEAN
 from fzero.codegen import matmul, pad
 from fzero.compile import decide
-from fzero.compile.captures import Captured, Captures
+from fzero.compile.captures import Captured
 from fzero.compile.collector import collect, collector_paused
+from fzero.compile.context import LoweringContext
 from fzero.compile.decide.budgets import fitted
 from fzero.compile.judged import check_kept, local_step, naive
-from fzero.compile.kept_lowerings import NOTHING, Kept
+from fzero.compile.kept_lowerings import NOTHING
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
 from fzero.cost.coding import sentence
-from fzero.cost.kept_costs import Costs
-from fzero.cost.rates import Rates
 from fzero.errors import SpecError
 from fzero.ir.code_ops import spelled_out
 from fzero.ir.decisions import CHOSEN, IDLE, NO_COPIES, Choice, Decisions, RoleDecisions
@@ -56,26 +55,17 @@ def lower_step(
     state: Any,
     batch: Any,
     plan: Plan,
-    transport: str,
+    context: LoweringContext,
     fn: Callable[..., Any] | None = None,
-    costs: Costs | None = None,
-    rates: Rates | None = None,
-    deciders: decide.Deciders | None = None,
-    captures: Captures | None = None,
-    kept: Kept = NOTHING,
-    verified: bool = True,
 ) -> Lowered:
     """The program of a spec's step, or of the evaluation of `fn` (`resolve.train_step`).
 
-    state, batch: pytrees of tensors; only shapes and dtypes count. transport: "p2p", "shared" or "nccl". costs: kept
-    measurements; without them no matrix product is measured. rates: the measured rates of the transport. deciders: they
-    choose where the spec says nothing. captures: of the same step, lowered before. kept: where what is made is kept.
-    verified: whether the programs are to be.
+    state, batch: pytrees of tensors; only shapes and dtypes count.
     """
-    step, asked = train_step(spec, fn), _Asked(lowering_options(spec), deciders or decide.DECIDERS, rates, verified)
-    make = partial(_captured, step, asked, state, batch, plan, kept)
+    step, asked = train_step(spec, fn), _Asked(lowering_options(spec), context)
+    make, captures = partial(_captured, step, asked, state, batch, plan), context.captures
     captured = make() if captures is None or fn is not None else captures.of(spec, state, batch, plan, make)
-    lowered = _lower(step, asked, captured, plan, transport, costs or Costs("products", measures=False))
+    lowered = _lower(step, asked, captured, plan)
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
         ends = ["/".join(parts[i:]) for parts in (path.split("/") for path in paths) for i in range(len(parts))]
@@ -86,17 +76,14 @@ def lower_step(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a spec wants of a program, who decides where it says nothing, the rates by which, and whether the program
-    is to be verified."""
+    """What a spec wants of a program, and what there is to lower it with."""
 
     wanted: LoweringOptions
-    deciders: decide.Deciders
-    rates: Rates | None
-    verified: bool
+    context: LoweringContext
 
 
 @collector_paused()
-def _captured(step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan, kept: Kept) -> Captured:
+def _captured(step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan) -> Captured:
     """The step, captured, and that of one rank of the axes that cut dims."""
     progress.now("capture")
     graph = trace_step.capture(
@@ -114,7 +101,8 @@ def _captured(step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan
         graph = chunked(graph, step.loss_chunks)
     axes = plan.mesh.model_axes
     cuts = [[str(leaf.layout.on(axis)) for axis, _ in axes] for leaf in plan.leaves]
-    kept = (kept if asked.deciders is decide.DECIDERS else NOTHING).of_step(graph, axes, cuts, asked.wanted.sequence)
+    kept = asked.context.kept if asked.context.deciders is decide.DECIDERS else NOTHING
+    kept = kept.of_step(graph, axes, cuts, asked.wanted.sequence)
     local, sharding = local_step(graph, plan, asked.wanted.sequence, kept=kept)
     for rewrite in _rewrites(step, sharding):
         local = local.rewritten(rewrite)
@@ -122,10 +110,10 @@ def _captured(step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan
 
 
 @collector_paused()
-def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, transport: str, costs: Costs) -> Lowered:
+def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan) -> Lowered:
     """Lowers a captured step and runs the passes."""
-    wanted, (graph, local, sharding, kept) = asked.wanted, captured
-    local, products = _products(local, asked, costs)
+    wanted, context, (graph, local, sharding, kept) = asked.wanted, asked.context, captured
+    local, products = _products(local, asked)
     graph, sharding = (local, None) if sharding is None else (graph, replace(sharding, local=local))
     reduce = _reduce(local, plan, asked)
     collect()
@@ -134,8 +122,11 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, trans
         schedule = wanted.pipeline.order(plan.mesh.roles, step.microbatches)
     options = _options(wanted)
     try:
-        before = partial(naive, local, plan, reduce=reduce.value, transport=transport, verified=asked.verified)
-        kept = kept.at(plan, reduce, products, transport, options, schedule, wanted, asked.rates, step.precision.sums)
+        before = partial(
+            naive, local, plan, reduce=reduce.value, transport=context.transport, verified=context.verified
+        )
+        read = (plan, reduce, products, context.transport, options, schedule, wanted, context.rates)
+        kept = kept.at(*read, step.precision.sums)
         roles = kept.of(partial(_roles, before, plan, asked, options, schedule))
     except SpecError as error:  # of a budget, which may not choose other bits
         if not (more := _other_bits(step, graph, reduce, wanted)):
@@ -153,7 +144,7 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan, trans
         if choice.how == CHOSEN:
             choices[name] = choice.reason
     choices |= _notes(programs, wanted)
-    if said := sentence(programs, step.precision, asked.rates):
+    if said := sentence(programs, step.precision, asked.context.rates):
         choices["codec"] = said
     records = {number: role.records for number, role in roles.items()}
     return Lowered(graph, plan, programs, choices, records, decisions, options, schedule, sharding)
@@ -170,13 +161,13 @@ def _rewrites(step: TrainStep, sharding: Sharding | None) -> Iterator[Callable[[
         yield owned_operands
 
 
-def _products(graph: Graph, asked: _Asked, costs: Costs) -> tuple[Graph, dict[str, Choice[str]]]:
+def _products(graph: Graph, asked: _Asked) -> tuple[Graph, dict[str, Choice[str]]]:
     """(the graph, by question the library of each matrix product), where the spec lets fzero choose them."""
     if asked.wanted.matmul != "fastest":
         return graph, {}
     products = matmul.products(graph)
-    figures = matmul.figures_of(products, costs)
-    made = {question: asked.deciders.product(question, figures.get(question)) for question in products}
+    figures = matmul.figures_of(products, asked.context.costs)
+    made = {question: asked.context.deciders.product(question, figures.get(question)) for question in products}
     chosen = {products[question] for question, choice in made.items() if choice.value != "torch"}
     return (matmul.rewritten(graph, chosen) if chosen else graph), made
 
@@ -189,7 +180,7 @@ def _reduce(graph: Graph, plan: Plan, asked: _Asked) -> Choice[str]:
         return Choice("end", "there is one microbatch, or one rank of the data", IDLE)
     if any(node.target is FED_MEAN for node in graph.gm.graph.nodes):
         return Choice("end", "what codes of gradients lose is kept once for a step", IDLE)
-    return asked.deciders.reduce(graph, plan)
+    return asked.context.deciders.reduce(graph, plan)
 
 
 def _other_bits(step: TrainStep, graph: Graph, reduce: Choice[str], wanted: LoweringOptions) -> str:
@@ -239,7 +230,7 @@ def _roles(
 
     make: makes the program before all passes.
     """
-    budget, tried = asked.wanted.device_bytes, asked.deciders.copies()
+    budget, tried = asked.wanted.device_bytes, asked.context.deciders.copies()
     *others, last = tried if budget is not None else tried[:1]
     for stay in others:
         options = _with(options, stay)
@@ -300,7 +291,7 @@ def _each_role(
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, options, UNTIL_PREFETCH)
         decided = _of_role(half, asked, options)
-        read, attempts = replace(options, decided=decided), asked.deciders.tighter(half, decided)
+        read, attempts = replace(options, decided=decided), asked.context.deciders.tighter(half, decided)
         device, host = asked.wanted.device_bytes, asked.wanted.host_bytes
         if as_wanted and host is not None:
             fitted(half, read, device, None, iter([decided]))
@@ -313,15 +304,15 @@ def _each_role(
 
 def _of_role(program: Program, asked: _Asked, options: Options) -> RoleDecisions:
     """What the last passes of a role's program read. program: before them."""
-    wanted, deciders, copies = asked.wanted, asked.deciders, options.decided.copies
+    wanted, deciders, copies = asked.wanted, asked.context.deciders, options.decided.copies
     if wanted.prefetch is not None:
         ahead = Choice.given(wanted.prefetch, "Spec(prefetch=)")
     else:
-        ahead = deciders.prefetch(program, options, asked.rates)
+        ahead = deciders.prefetch(program, options, asked.context.rates)
     if wanted.update_on is not None:
         place = Choice.given(wanted.update_on, "Spec(update_on=)")
     elif wanted.offloads:
-        place = deciders.update_on(program, asked.rates)
+        place = deciders.update_on(program, asked.context.rates)
     else:
         place = Choice("device", "nothing is held off the device", IDLE)
     return RoleDecisions(ahead, deciders.fetch_ahead(program), place, deciders.tile_bytes(program), copies)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.compile.context import LoweringContext
 from fzero.compile.step import fakes_on, lower_step
 from fzero.passes.pipeline.assign_roles import AcrossRolesError
 from fzero.phases import each_of
@@ -40,7 +41,7 @@ def check_update(spec: Spec, state: Any, plan: Plan, device: torch.device) -> No
     )
     for phase in [""] if spec.phases is None else spec.phases.each:
         try:
-            lower_step(plain.in_phase(phase), fakes_on(state, device), fakes_on(batch, device), plan, "p2p")
+            lower_step(plain.in_phase(phase), fakes_on(state, device), fakes_on(batch, device), plan, LoweringContext())
         except AcrossRolesError:
             raise
         except Exception:  # of this loss, or one that the step's own lowering tells with its place

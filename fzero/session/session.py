@@ -28,6 +28,7 @@ from fzero.compile import fault_report
 from fzero.compile.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import return_freed
+from fzero.compile.context import LoweringContext
 from fzero.compile.kept_lowerings import Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.step import fakes_on
@@ -196,14 +197,15 @@ class Session:
         self.bound.pop(id(programs.pop(key)), None)
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
-        costs = self.costs if self.spec.matmul == "fastest" else None
+        costs = self.costs if self.spec.matmul == "fastest" else Costs("products", measures=False)
+        kept = _place(self.rank, self.world_size)
+        context = LoweringContext(self.transport.name, costs, self.transport.rates, kept=kept)
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
             with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
                 lowered = checked_step(
-                    self.spec, fakes_on(self.like, self.device), batch, self.plan, self.transport.name, fn, costs,
-                    self.transport.rates, phase=phase, kept=_place(self.rank, self.world_size),
-                )  # fmt: skip
+                    self.spec, fakes_on(self.like, self.device), batch, self.plan, context, fn, phase
+                )
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():

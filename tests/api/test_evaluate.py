@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fzero
 from fzero import Mean, api, optim, random, tree
+from fzero.compile.context import LoweringContext
 from fzero.compile.step import fakes_on, lower_step
 from fzero.ir.liveness import gathered_bytes, live_bytes
 from fzero.training import training_of
@@ -251,7 +252,7 @@ def evaluation(fn: Callable[..., Any], **options: Any) -> fzero.Lowered:
     made = fzero.lower(one, params, whole(), world_size=4)
     like = training_of(one).init(params(random.key(0)))
     given = {"batch": whole(), "key": None}
-    return lower_step(one, *(fakes_on(x, torch.device("cpu")) for x in (like, given)), made.plan, "p2p", fn)
+    return lower_step(one, *(fakes_on(x, torch.device("cpu")) for x in (like, given)), made.plan, LoweringContext(), fn)
 
 
 def test_it_gathers_layer_by_layer() -> None:

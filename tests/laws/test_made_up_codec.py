@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, tree
+from fzero.compile.context import LoweringContext
 from fzero.compile.lowered import Lowered
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
@@ -48,7 +49,7 @@ def lowered(spec: fzero.Spec, params: Any, batch: Any, world: int, codec: Wire |
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh_of(spec, world))
     rows = {**plan.bucket_layouts, BUCKET: replace(plan.bucket_layouts[BUCKET], wire=codec)}
     state = tree.unflatten(recipe.treedef, recipe.values)
-    return lower_step(spec, state, fakes_on(batch, CPU), replace(plan, bucket_layouts=rows), "p2p")
+    return lower_step(spec, state, fakes_on(batch, CPU), replace(plan, bucket_layouts=rows), LoweringContext())
 
 
 def values(rank: int, step: int = 0) -> Tensor:

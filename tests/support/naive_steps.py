@@ -15,9 +15,8 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.capture.graph import Graph
-from fzero.compile.decide import DECIDERS
+from fzero.compile.context import LoweringContext
 from fzero.compile.judged import naive
-from fzero.compile.kept_lowerings import NOTHING
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import lowering_options, mesh_of, train_step
 from fzero.compile.state_recipe import recipe_for
@@ -57,8 +56,8 @@ def written(spec: fzero.Spec, params: Any, batch: Any, world: int, transport: st
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh)
     state = tree.unflatten(recipe.treedef, recipe.values)
     with kept.captures():
-        asked = _Asked(lowering_options(spec), DECIDERS, None, verified=True)
-        captured = _captured(train_step(spec), asked, state, fakes_on(batch, CPU), plan, NOTHING)
+        asked = _Asked(lowering_options(spec), LoweringContext(transport))
+        captured = _captured(train_step(spec), asked, state, fakes_on(batch, CPU), plan)
     _, local, sharding, _ = captured
     program = naive(local, plan, reduce=spec.reduce or "end", transport=transport)
     if spec.offload is None:
