@@ -23,6 +23,7 @@ from fzero.capture.refuse import attribute, explained
 from fzero.capture.watch import Watch
 from fzero.errors import CaptureError
 from fzero.ir import as_strided, fx_nodes, fx_values
+from fzero.ir.in_place import FOREACH
 from fzero.ir.op_info import of
 from fzero.ir.recorder import record
 from fzero.recurrent.recurrent_ops import FORWARD as LAYER
@@ -178,6 +179,15 @@ class _Replay(fx.Interpreter):
             self.moved.add(n)
         return result
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls a function; of a list that shares memory tensor by tensor, as eager does. torch's pure form computes
+        all before it writes any: of what one writes the next would read what was there before."""
+        if not _writes_what_it_reads(self.node):
+            return super().call_function(target, args, kwargs)
+        for i in range(len(args[0])):
+            target(*([x[i]] if isinstance(x, (list, tuple)) else x for x in args), **kwargs)
+        return None
+
     def _moves(self, n: fx.Node, result: Any) -> bool:
         """Whether an in-place op on its first operand left it with other strides than when it was traced."""
         source = None if fx_nodes.is_view(n) else fx_nodes.source(n)
@@ -194,3 +204,14 @@ class _Replay(fx.Interpreter):
                 f"{n.target} at {n.meta.get('source') or 'the step'} follows an in-place change that makes its tensor "
                 f"one of strides {now.stride()} instead of {traced.stride()}: write x = x.op(...) instead of x.op_(...)"
             )
+
+
+def _writes_what_it_reads(node: fx.Node) -> bool:
+    """Whether a `_foreach_` op writes to several tensors, and to memory that another of its operands lies in."""
+    written = fx_nodes.mutated(node) if fx_nodes.op_name(node).startswith(FOREACH) else []
+    if len(written) < 2:
+        return False
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), operands.append)
+    owners = [fx_nodes.base(operand) for operand in operands]
+    return any(owners.count(fx_nodes.base(one)) > 1 for one in written)

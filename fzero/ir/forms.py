@@ -39,6 +39,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     rule, operands = fake_rule(op), list[FakeTensor]()
     if op._schema.is_mutable:
         in_place.check(op, args, kwargs, run)
+        in_place.count(op, args)
     kind = _results(op)
     key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands, op is aten.as_strided.default)
     if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):

@@ -46,6 +46,13 @@ def check(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], fake: 
         _check_result(own, result, resized=names[0] in kwargs)
 
 
+def count(op: OpOverload, args: Sequence[Any]) -> None:
+    """Counts the writes of an op to a list of tensors, so that autograd refuses a backward that reads what was there
+    before. In eager the op's kernel counts them, and no trace runs it."""
+    if op.namespace == "aten" and (name := op.overloadpacket.__name__).startswith(FOREACH) and name.endswith("_"):
+        torch.autograd.graph.increment_version(args[0])
+
+
 def _values(given: Any) -> Sequence[Any]:
     return given if isinstance(given, (list, tuple)) else [] if given is None else [given]
 

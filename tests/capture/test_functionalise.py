@@ -358,3 +358,36 @@ def test_several_tensors_changed_in_place_by_one_op_are_followed(change: Callabl
         return (x.square() + before).sum()
 
     agrees(loss)
+
+
+SHARED: list[Callable[[Tensor], None]] = [
+    lambda x: torch._foreach_add_([x, x], 1.0),
+    lambda x: torch._foreach_mul_([x[0], x[:, 1]], [2.0, 3.0]),
+    lambda x: torch._foreach_add_([x[1], x[0]], [x[2], x[1]], alpha=2.0),
+]
+
+
+@pytest.mark.parametrize("change", SHARED)
+def test_of_a_list_that_shares_memory_the_next_tensor_reads_what_was_written(change: Callable[[Tensor], None]) -> None:
+    """The complaint: torch's pure form computes all before it writes any, which gave other numbers than eager."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = b * p["w"]
+        change(x)
+        return (x * x.sin()).sum()
+
+    agrees(loss)
+
+
+@pytest.mark.parametrize("change", [lambda y: torch._foreach_add_([y], 1.0), lambda y: y.add_(1.0)])
+def test_a_value_that_a_backward_reads_is_not_changed(change: Callable[[Tensor], Any]) -> None:
+    """The complaint: writes to lists were not counted, and a gradient was that of the changed value."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x, y = b * p["w"], b * p["w"] * 2
+        z = x * y
+        change(y)
+        return (z * z).sum()
+
+    with pytest.raises(RuntimeError, match=r"test_functionalise\.py:\d+.* has been modified by an inplace operation"):
+        after_one_step(loss)

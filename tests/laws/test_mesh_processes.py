@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,16 @@ ALONE: dict[int, list[dict[str, Any]]] = {  # by the number of ranks, grids with
 
 
 def stepped(grids: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
-    """Of each grid, the loss of a step and the leaves at the end."""
+    """Of each grid, the loss of a step and the leaves at the end. `fzero.lower` cuts the buckets of `fzero.init`."""
     torch.set_num_threads(1)
     found = []
     for given in grids:
-        state = fzero.init(SMALL_INIT, small(microbatches=1, **given), key=fzero.random.key(0))
+        one = small(microbatches=1, **given)
+        state = fzero.init(SMALL_INIT, one, key=fzero.random.key(0))
+        plan = state.runtime.plan
+        shared = replace(one, transfers="shared")  # as these ranks have it, which `lower` cannot know
+        ahead = fzero.lower(shared, SMALL_INIT(fzero.random.key(0)), tokens(0, 0), world_size=plan.world_size)
+        assert (ahead.plan.bucket_bytes, ahead.plan.buckets) == (plan.bucket_bytes, plan.buckets)
         state = fzero.step(state, tokens(state.runtime.plan.mesh.data_rank(state.runtime.rank), 0))
         paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
         found.append(([float(state.metrics["loss"])], dict(zip(paths, leaves, strict=True))))

@@ -250,6 +250,21 @@ def test_what_was_gathered_is_gathered_again_and_not_kept() -> None:
     assert Counter(match[1] for match in saved if match) == {f"{stream:,}": gathers - 1, f"{part:,}": 1}  # the head's
 
 
+@pytest.mark.acceptance
+def test_a_llama_keeps_nothing_that_was_gathered() -> None:
+    """The complaint: at tp 4 each layer kept two residual streams gathered. It keeps its parts of two."""
+    kept_bytes = []
+    for layers in (1, 3):
+        model = of_hf("Llama", num_hidden_layers=layers, num_key_value_heads=4)
+        spec = fzero.Spec(
+            loss=model.loss, optimizer=optim.sgd(0.1), mesh={"tp": 4}, shard=model.rules, sequence="tp", remat="full"
+        )
+        batch = model.batch(0, 0)
+        stream = batch["input_ids"].numel() * model.params["model.embed_tokens.weight"].shape[1] * 4
+        kept_bytes.append(sum(between(kept.lower(spec, model.params, batch, 4).program).values()) / stream)
+    assert 2 * 2 / 4 <= kept_bytes[1] - kept_bytes[0] < 2 * 3 / 4
+
+
 def test_gathers_alone_are_repeated_and_nothing_is_computed_again() -> None:
     """As Megatron's sequence parallelism: of what was gathered the rank's own part is kept."""
     n, layers = 4, 2
