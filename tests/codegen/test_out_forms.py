@@ -79,7 +79,7 @@ def test_recurrent_functions_train_as_torch_does(name: str, biases: bool, layers
     _trains_as_torch_does(*recurrent(name, biases, layers, both), (STEPS, ROWS, WIDTH))
 
 
-@pytest.mark.parametrize("shape", [(2, 3, WIDTH), pytest.param((64, 32, 32), marks=pytest.mark.acceptance)])
+@pytest.mark.parametrize("shape", [(2, 3, WIDTH), pytest.param((64, 32, 256), marks=pytest.mark.acceptance)])
 def test_an_lstm_without_biases_trains_as_torch_does(shape: tuple[int, ...]) -> None:
     _trains_as_torch_does(*recurrent("lstm", False, 1, False, width=shape[2]), shape)
 

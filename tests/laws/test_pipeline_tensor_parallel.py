@@ -273,3 +273,35 @@ def test_models_by_their_own_plans(name: str, schedule: str) -> None:
         grad = torch.zeros_like(mine) if grad is None else grad
         scale = max(float(grad.abs().max()), FLOOR * largest)
         assert float((mine - grad).abs().max()) <= GRADIENT * scale, path
+
+
+CLIPPED: dict[str, Case] = {
+    "SmolLM3": lm("SmolLM3ForCausalLM", "SmolLM3Config", **{**DECODER, "num_hidden_layers": 4}, pad_token_id=0),
+    "Granite": lm("GraniteForCausalLM", "GraniteConfig", **{**DECODER, "num_hidden_layers": 4}),
+    "Phi3": lm("Phi3ForCausalLM", "Phi3Config", **{**DECODER, "num_hidden_layers": 4}, pad_token_id=0),
+}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.sampled(1)
+def test_models_on_four_roles_have_exact_means_and_are_clipped(name: str, schedule: str) -> None:
+    """A mean's count is known to the last role, and the norm needs all: they waited for one another."""
+    pytest.importorskip("transformers")
+    model, module = of_case(CLIPPED[name])
+    spec = fzero.Spec(
+        loss=model.loss, optimizer=optim.sgd(1.0), mesh={"pp": 4}, pipeline=schedule, microbatches=2, clip_norm=0.01,
+        nonfinite="skip", allow_unused=True,
+    )  # fmt: skip
+    found, batch = run(spec, model.params, model.batch, world=4, steps=1), model.batch(0, 0)
+    given = {key: x for key, x in batch.items() if key != "labels"}
+    total, count = CLIPPED[name].loss(module(**given), batch)
+    leaves = {path: x for path, x in module.named_parameters() if path in model.params}
+    grads = torch.autograd.grad(total / count, list(leaves.values()))
+    norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    assert norm > 0.02
+    assert found.losses()[0] == pytest.approx(float((total / count).detach()), rel=LOSS)
+    for (path, leaf), grad in zip(leaves.items(), grads, strict=True):
+        torch.testing.assert_close(
+            found.final[f"params/{path}"], leaf.detach() - grad * 0.01 / norm, rtol=1e-4, atol=1e-6
+        )
