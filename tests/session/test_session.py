@@ -23,6 +23,7 @@ from helpers import free_port
 
 import fzero
 from fzero._torch_compat import FakeTensorMode, forget_fakes
+from fzero.compile.context import LoweringContext
 from fzero.errors import CaptureError, DonatedError, VerifyError
 from fzero.ir import forms
 from fzero.ir.records import DISK, HOST, Buffer
@@ -291,7 +292,7 @@ def test_products_are_measured_where_the_spec_asks(monkeypatch: pytest.MonkeyPat
     given = []
 
     def made(*args: Any, **named: Any) -> Any:
-        given.extend(x for x in args if x is runtime.costs)
+        given.extend(x for x in args if isinstance(x, LoweringContext) and x.costs is runtime.costs)
         return checked(*args, **named)
 
     checked = session.checked_step
