@@ -104,6 +104,19 @@ def test_places_that_are_odd_or_of_the_state(good: Program) -> None:
     _refused(with_buffers(good, held), "places", f"{re.escape(held.name)} has a place in the step's arena")
 
 
+def test_a_value_of_a_layer_that_goes_whole_to_every_rank() -> None:
+    """Of equal slices an all_reduce sends each rank its part: 48 bytes of these 32, where all of them are 96."""
+    spec = fzero.Spec(
+        loss=lambda p, b: (torch.relu(b @ p["w"]) @ p["v"]).square().mean(), optimizer=fzero.optim.sgd(0.1),
+        mesh={"tp": 4}, shard={"w": fzero.P(None, "tp"), "v": fzero.P("tp")}, transfers="shared",
+    )  # fmt: skip
+    made = fzero.lower(spec, {"w": torch.ones(4, 8), "v": torch.ones(8, 2)}, torch.ones(4, 4)).program
+    at = _first(made, "all_reduce")
+    _refused(
+        put(made, at, replace(made.ops[at], kind="all_reduce_small")), "transfers", "sends all 8 elements to every"
+    )
+
+
 def test_scratch_that_holds_something_else(good: Program) -> None:
     at = _first(good, "reduce_scatter")
     held = find(good, lambda op: op.in_region and op.num_outputs > 0)[0]
