@@ -109,7 +109,10 @@ def locked(within: int, name: str, patience: float = math.inf) -> Iterator[None]
                 time.sleep(POLL)
         yield
     finally:
-        os.close(descriptor)  # which releases it
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile holds the file open as well
+        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:

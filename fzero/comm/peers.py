@@ -33,6 +33,7 @@ from functools import partial
 import torch
 
 from fzero.errors import DisagreementError, PeerError
+from fzero.ir.messages import flat_bytes
 
 HEAD = struct.Struct("<2Q")  # of each message: kind, number (of the transfer or arena)
 PLACE = struct.Struct("<3Q")  # of a source that is READY: arena, offset in it, bytes
@@ -188,7 +189,7 @@ class SharedMemoryPeers:
         self._check()
         while self.own.dropped:
             self._tell(self.peers, HEAD.pack(DROPPED, self.own.dropped.popleft()))
-        data = source.as_strided(source.shape, (1,)).view(torch.uint8)  # one element may have any stride
+        data = flat_bytes(source)
         size = data.numel()
         if size <= INLINE_BYTES:
             self._tell(to, HEAD.pack(LETTER, number) + data.numpy().tobytes())

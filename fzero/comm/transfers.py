@@ -31,7 +31,7 @@ from fzero.comm.group import Line
 from fzero.comm.protocol import Comm
 from fzero.errors import DisagreementError, FzeroError, PeerError
 from fzero.ir.collectives import ALL_GATHER, Collective, combine
-from fzero.ir.messages import as_it_lies
+from fzero.ir.messages import as_it_lies, flat_bytes
 from fzero.ir.op import Op
 
 # its name in 2.13.0, and in 2.11.0
@@ -126,8 +126,7 @@ def place_by_messages(
 
 def gather_by_gloo(messages: Messages, own: torch.Tensor, whole: torch.Tensor, tag: int) -> list[Any]:
     """The same by gloo's own all-gather."""
-    own = own.as_strided(own.shape, (1,))  # one element may have any stride
-    whole, own = whole.view(torch.uint8), own.view(torch.uint8)  # gloo does not know every dtype
+    whole, own = whole.view(torch.uint8), flat_bytes(own)  # gloo does not know every dtype
     return [all_gather_single(whole, own, group=messages.group, async_op=True)]
 
 

@@ -108,7 +108,7 @@ def write(report: Report) -> Path:
     if len(data) > MOST_BYTES:
         raise ValueError(f"it has {len(data):,} bytes")
     name = f"verify-{hashlib.blake2b(data, digest_size=6).hexdigest()}.json"
-    with private_folder.folder(folder(), make=True) as place:
+    with kept_costs.subfolder(folder(), make=True) as place:
         private_folder.replace(place, name, data)
         private_folder.keep_last(place, ".json", files=KEPT)
     return folder() / name

@@ -228,7 +228,7 @@ def _turn(key: str) -> Iterator[None]:
     this user's alone."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            place = stack.enter_context(private_folder.folder(folder(), make=True))
+            place = stack.enter_context(kept_costs.subfolder(folder(), make=True))
             stack.enter_context(private_folder.locked(place, f"{key[:2]}.lock", PATIENCE))
         yield
 
@@ -251,7 +251,7 @@ def _write(key: str, data: bytes) -> None:
     if len(data) > LARGEST - DIGEST:
         return
     try:
-        with private_folder.folder(folder(), make=True) as place:
+        with kept_costs.subfolder(folder(), make=True) as place:
             whole = hashlib.blake2b(data, digest_size=DIGEST).digest() + data
             private_folder.replace(place, f"{key}.lowering", whole)
             private_folder.keep_last(place, ".lowering", nbytes=MOST_BYTES)

@@ -16,6 +16,7 @@ runs that chose differently would have different bits. So
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -24,6 +25,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -106,6 +108,14 @@ def folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero"
     except RuntimeError:  # a user without a home, as in many containers
         return Path(tempfile.gettempdir()) / f"fzero-{os.getuid()}"
+
+
+def subfolder(path: Path, *, make: bool = False) -> AbstractContextManager[int]:
+    """`private_folder.folder` of a folder in that of the files. With `make` both are made, for this user alone."""
+    if make:
+        with contextlib.suppress(OSError), private_folder.folder(path.parent, make=True):
+            pass  # one that is there may be others': what lies in it is not
+    return private_folder.folder(path, make=make)
 
 
 def machine() -> str:

@@ -35,3 +35,10 @@ def forms(program: Program) -> dict[str, torch.Tensor]:
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor without gaps in the order of memory, as a view of one dim."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of one dim without gaps, as a view. One element may have any stride.
+
+    Raises RuntimeError for several that have gaps."""
+    return (as_it_lies(tensor) if tensor.numel() == 1 else tensor).view(torch.uint8)

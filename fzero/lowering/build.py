@@ -129,7 +129,7 @@ class _Builder:
             if borrowed and not unchanged and not metric_of_reduce:
                 with gm.graph.inserting_before(out):
                     copy = gm.graph.call_function(aten.clone.default, (node,))
-                copy.meta = {**node.meta}
+                copy.meta = {**node.meta, "val": fx_values.dense_like(node.meta["val"])}  # of an expanded value too
                 results[index] = copy
             seen.add(results[index])
         out.args = (results,)

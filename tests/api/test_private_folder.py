@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import pwd
+import shutil
 import stat
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 
 from fzero import private_folder
 from fzero._torch_compat import inductor_cache_dir
+from fzero.compile import fault_report, kept_lowerings
+from fzero.compile.fault_report import Report
 from fzero.cost import kept_costs
 from fzero.cost.kept_costs import Costs
 from fzero.runtime import compile_segments
@@ -53,6 +57,41 @@ def test_the_folder_and_its_files_are_this_users_alone(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {0o600}
     assert kept_costs.read("test") == {"a": A}
+
+
+@pytest.mark.parametrize("mask", [0, 0o002])
+def test_the_folder_of_a_first_lowering_is_this_users_alone(cache: Path, mask: int, caplog: Any) -> None:
+    """It lies in that of the figures, which may not be there yet, on a machine whose users share a group."""
+    for write in (lambda: kept_lowerings._write("a" * 32, b"{}"), lambda: fault_report.write(Report("", {}, {}))):
+        before = os.umask(mask)
+        try:
+            write()
+        finally:
+            os.umask(before)
+        assert {stat.S_IMODE(place.stat().st_mode) for place in (cache, *cache.iterdir())} == {0o700}
+        kept_costs.remember("test", {"a": A})
+        assert kept_costs.read("test") == {"a": A}
+        shutil.rmtree(cache)
+    assert not caplog.text
+
+
+def test_a_child_that_was_forked_meanwhile_holds_no_lock(tmp_path: Path) -> None:
+    """As a worker of a DataLoader, which lives as long as the run."""
+    end, other_end = os.pipe()
+    with private_folder.folder(tmp_path / "place", make=True) as place:
+        with private_folder.locked(place, "a.lock"):
+            child = os.fork()
+            if child == 0:
+                os.close(other_end)
+                os.read(end, 1)  # until the test is over
+                os._exit(0)
+        began = time.monotonic()
+        with private_folder.locked(place, "a.lock", 5.0):
+            waited = time.monotonic() - began
+    for descriptor in (end, other_end):
+        os.close(descriptor)
+    os.waitpid(child, 0)
+    assert waited < 4.0
 
 
 @pytest.mark.parametrize("dangling", [False, True])

@@ -23,6 +23,7 @@ from fzero.comm.group import Line
 from fzero.comm.heartbeat import Presence
 from fzero.comm.rendezvous import _apart
 from fzero.comm.shared_memory import Shared
+from fzero.comm.transfers import Messages, gather_by_gloo
 from fzero.errors import PeerError, VerifyError
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
@@ -104,6 +105,18 @@ def test_one_element_may_have_any_stride() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(moved, range(2))) == [[[3.5]], [[3.5]]]
+    for host in ranks:
+        host.close()
+
+
+@pytest.mark.parametrize("source", [torch.zeros(()).expand(8), torch.zeros(16)[::2]], ids=["expanded", "gaps"])
+def test_several_elements_with_gaps_are_no_bytes(source: torch.Tensor) -> None:
+    """They lie elsewhere than the bytes behind the first one."""
+    ranks = hosts(2, seconds=2.0)
+    with pytest.raises(RuntimeError, match="stride"):
+        ranks[0].offer(1, source, [1])
+    with pytest.raises(RuntimeError, match="stride"):
+        gather_by_gloo(Messages(0, 2), source, torch.zeros(16), 0)
     for host in ranks:
         host.close()
 

@@ -1062,3 +1062,18 @@ def test_lower_and_init_agree_on_the_layout() -> None:
     assert state.runtime.plan == lowered.plan
     state = fzero.step(state, tied_batch(0, 0))
     assert state.program == lowered.program
+
+
+@pytest.mark.parametrize("form", [lambda x: x.sum().expand(2, 3), lambda x: x[:, :1].expand(4, 4), lambda x: x[1, ::2]])
+def test_a_metric_and_a_leaf_may_have_gaps_or_be_expanded(form: Callable[[Tensor], Tensor]) -> None:
+    """What they are copied to lies without gaps: an expanded one would be written several times."""
+    x = torch.arange(16.0).view(4, 4)
+
+    def step(state: Any, batch: Tensor) -> Any:
+        new = state["w"] + 1.0
+        return {"w": new, "kept": form(new)}, {"seen": form(new * 2)}
+
+    state = fzero.init({"w": x, "kept": form(x).contiguous()}, fzero.Spec(step=step))
+    state = fzero.step(state, x)
+    assert torch.equal(state.metrics["seen"], form((x + 1) * 2))
+    assert torch.equal(fzero.unshard(state.tree)["kept"], form(x + 1))
