@@ -16,10 +16,10 @@ from fzero.compile.batch_key import check_batch, key_of
 from fzero.compile.captures import Captures
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import collector_paused
-from fzero.compile.context import LoweringContext
 from fzero.compile.decide import Deciders
 from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.compile.lowered import Lowered
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import recipe_for

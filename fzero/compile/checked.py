@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.compile import fault_report
-from fzero.compile.context import LoweringContext
 from fzero.compile.kept_lowerings import NOTHING
 from fzero.compile.lowered import Lowered
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.phase_states import check_phase_state
 from fzero.compile.step import lower_step
 from fzero.errors import VerifyError

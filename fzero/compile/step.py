@@ -22,11 +22,11 @@ from fzero.codegen import matmul, pad
 from fzero.compile import decide
 from fzero.compile.captures import Captured
 from fzero.compile.collector import collect, collector_paused
-from fzero.compile.context import LoweringContext
 from fzero.compile.decide.budgets import fitted
 from fzero.compile.judged import check_kept, local_step, naive
 from fzero.compile.kept_lowerings import NOTHING
 from fzero.compile.lowered import Lowered
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
 from fzero.cost.coding import sentence

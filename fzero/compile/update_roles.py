@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fzero import tree
-from fzero.compile.context import LoweringContext
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.step import fakes_on, lower_step
 from fzero.passes.pipeline.assign_roles import AcrossRolesError
 from fzero.phases import each_of

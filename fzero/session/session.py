@@ -28,9 +28,9 @@ from fzero.compile import fault_report
 from fzero.compile.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.compile.checked import checked_step
 from fzero.compile.collector import return_freed
-from fzero.compile.context import LoweringContext
 from fzero.compile.kept_lowerings import Kept
 from fzero.compile.lowered import Lowered
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.step import fakes_on
 from fzero.cost.kept_costs import Costs
 from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
@@ -198,14 +198,13 @@ class Session:
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
         costs = self.costs if self.spec.matmul == "fastest" else Costs("products", measures=False)
-        kept = _place(self.rank, self.world_size)
-        context = LoweringContext(self.transport.name, costs, self.transport.rates, kept=kept)
+        kept, wires = _place(self.rank, self.world_size), self.transport
+        context = LoweringContext(wires.name, costs, wires.rates, kept=kept)
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
             with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
-                lowered = checked_step(
-                    self.spec, fakes_on(self.like, self.device), batch, self.plan, context, fn, phase
-                )
+                like = fakes_on(self.like, self.device)
+                lowered = checked_step(self.spec, like, batch, self.plan, context, fn, phase)
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():

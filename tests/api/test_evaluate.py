@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fzero
 from fzero import Mean, api, optim, random, tree
-from fzero.compile.context import LoweringContext
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.step import fakes_on, lower_step
 from fzero.ir.liveness import gathered_bytes, live_bytes
 from fzero.training import training_of

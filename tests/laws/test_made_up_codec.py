@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fzero
 from fzero import optim, tree
-from fzero.compile.context import LoweringContext
 from fzero.compile.lowered import Lowered
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import mesh_of
 from fzero.compile.state_recipe import recipe_for

@@ -23,7 +23,7 @@ from helpers import free_port
 
 import fzero
 from fzero._torch_compat import FakeTensorMode, forget_fakes
-from fzero.compile.context import LoweringContext
+from fzero.compile.lowering_context import LoweringContext
 from fzero.errors import CaptureError, DonatedError, VerifyError
 from fzero.ir import forms
 from fzero.ir.records import DISK, HOST, Buffer

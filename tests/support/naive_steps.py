@@ -15,8 +15,8 @@ from torch import Tensor
 import fzero
 from fzero import tree
 from fzero.capture.graph import Graph
-from fzero.compile.context import LoweringContext
 from fzero.compile.judged import naive
+from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import lowering_options, mesh_of, train_step
 from fzero.compile.state_recipe import recipe_for

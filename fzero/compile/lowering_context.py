@@ -1,4 +1,4 @@
-"""context: what a lowering reads beside its step and its plan."""
+"""lowering_context: what a lowering reads beside its step and its plan."""
 
 from __future__ import annotations
 
