@@ -6,11 +6,15 @@ new kind of device is a record in `BACKENDS`, and, if its kernels run behind the
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+FAKE_CUDA = "fzero_fake_cuda"  # the function of the library that `fzero fake-cuda` loads before torch
 
 
 class Calls(Protocol):
@@ -83,9 +87,8 @@ class CudaCalls:
         return torch.cuda.is_available()
 
     def traceable(self) -> bool:
-        """See `Calls`. True also in a process that `fzero fake-cuda` started."""
-        found = torch.accelerator.current_accelerator()
-        return found is not None and found.type == CUDA.name
+        """See `Calls`. Without a device in a process that `fzero fake-cuda` started, whatever torch was built for."""
+        return torch.cuda.is_available() or (sys.platform == "linux" and hasattr(ctypes.CDLL(None), FAKE_CUDA))
 
     def current(self, device: torch.device) -> AbstractContextManager[object]:
         """See `Calls`."""

@@ -19,7 +19,7 @@ from fzero._torch_compat.compute import (
     onednn_has_bf16,
     product_precision,
 )
-from fzero._torch_compat.fake_cuda import fake_cuda_attention, fake_cuda_library
+from fzero._torch_compat.fake_cuda import fake_cuda_library, prepare_fake_cuda
 from fzero._torch_compat.fakes import (
     fake_by_kernel,
     fake_detached,
@@ -110,7 +110,6 @@ __all__ = [
     "default_store",
     "distributions_unchecked",
     "fake_by_kernel",
-    "fake_cuda_attention",
     "fake_cuda_library",
     "fake_detached",
     "fake_empty",
@@ -140,6 +139,7 @@ __all__ = [
     "kernels_here",
     "onednn_has_bf16",
     "place_in_file",
+    "prepare_fake_cuda",
     "product_precision",
     "quiet_fakes",
     "real_tensors",

@@ -1,14 +1,15 @@
-"""fake_cuda: fake tensors of CUDA in a torch that has no CUDA: the library that a process loads before torch, and what
+"""fake_cuda: fake tensors of CUDA where there is no device: the library that a process loads before torch, and what
 torch's C++ would choose there.
 
 `fake_cuda.cpp` stands for the guard of a device, and for the hooks that say that there is one
-(`DeviceGuardImplInterface`, `CUDAHooksInterface`: 2.13.0). torch asks for both once, so they must be there first:
-`LD_PRELOAD=<library>`. In such a process `torch.accelerator.current_accelerator()` is cuda, and
-`torch.cuda.is_available()` is still false.
+(`DeviceGuardImplInterface`, `CUDAHooksInterface`: 2.11.0 for CUDA, 2.13.0 for the CPU). torch asks for the hooks once,
+so they must be there first: `LD_PRELOAD=<library>`. In such a process `torch.accelerator.current_accelerator()` is
+cuda, and `torch.cuda.is_available()` is still false.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fzero.backend import FAKE_CUDA
 
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 aten = torch.ops.aten
@@ -47,9 +50,11 @@ def fake_cuda_library(folder: Path) -> Path:
 
 
 @functools.cache
-def fake_cuda_attention() -> torch.library.Library:
-    """Gives this process's `F.scaled_dot_product_attention` on CUDA the op that torch takes on an H100. A torch without
-    CUDA would take its plain products (sdp_utils.cpp: 2.11.0, 2.13.0)."""
+def prepare_fake_cuda() -> torch.library.Library:
+    """Gives this process, which was started with the library, the guard of a torch without a device, and its
+    `F.scaled_dot_product_attention` on CUDA the op that torch takes on an H100. A torch without CUDA would take its
+    plain products (sdp_utils.cpp: 2.11.0, 2.13.0)."""
+    getattr(ctypes.CDLL(None), FAKE_CUDA)()
     library = torch.library.Library("aten", "IMPL")
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("scaled_dot_product_attention", _attention, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fzero import backend
-from fzero._torch_compat import fake_cuda_attention
+from fzero._torch_compat import prepare_fake_cuda
 
 OTHER = (
     "this is the program of {here}: torch cannot trace fake tensors of {asked} here, so the attention op and what "
@@ -27,5 +27,5 @@ def traced_device(asked: str | torch.device | None) -> tuple[torch.device, str]:
     if not calls.traceable():
         return host, OTHER.format(here=host.type, asked=device.type)
     if not calls.available():
-        fake_cuda_attention()
+        prepare_fake_cuda()
     return device, ""

@@ -13,6 +13,7 @@ The attention op is the one that torch takes on an H100 (cuDNN's, for 16 bits wi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -41,11 +42,12 @@ def command(arguments: argparse.Namespace) -> int:
 def environment() -> dict[str, str]:
     """The environment of such a process: this one's, with the library to load first."""
     if backend.CUDA.calls.traceable():
-        raise SpecError("this torch traces fake tensors of CUDA as it is: call fzero.lower, without `fzero fake-cuda`")
+        raise SpecError("here fake tensors of CUDA are traced as it is: call fzero.lower, without `fzero fake-cuda`")
     if sys.platform != "linux":
         raise SpecError(f"it loads a library before torch, as Linux does, and this is {sys.platform}")
     folder = kept_costs.folder() / "fake_cuda"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(OSError), kept_costs.subfolder(folder, make=True):
+        pass
     if why := private_folder.refused(folder):
         raise SpecError(f"{folder} would hold a library, and {why}. FZERO_CACHE names another folder")
     before = [os.environ["LD_PRELOAD"]] if os.environ.get("LD_PRELOAD") else []

@@ -114,7 +114,10 @@ class TestWithoutADevice:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a device")
-def test_the_processors_program_is_not_given_in_silence() -> None:
+@pytest.mark.parametrize("built_for", ["cpu", "cuda"])
+def test_the_processors_program_is_not_given_in_silence(built_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for CUDA names that as its accelerator, device or not."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device(built_for))
     spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1), device="cuda")
     lowered = fzero.lower(spec, {"w": torch.empty(4, 4)}, torch.empty(2, 4))
     assert "fzero fake-cuda SCRIPT" in lowered.choices["device"]
