@@ -28,6 +28,7 @@ from fzero.capture import (  # these fill the column `traced`, and `refuse.REPLA
     host_values,  # noqa: F401
     mixed_dtypes,
 )
+from fzero.capture.cast_first import CAST
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
@@ -97,10 +98,10 @@ class Watch(TorchDispatchMode):
             args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         away, kinds = (kwargs or {}).get("device"), self.tracing.devices
         if kinds and away is not None and torch.device(away).type not in kinds:  # autograd may end the process
+            out = ".cuda() or .to(device) out" if func is CAST else "device= out, or take a tensor's: device=x.device"
             raise Refused(
                 f"{func} at {self.where()} asks for a tensor on {away}, and those of this step are on "
-                f"{' and '.join(sorted(kinds - {'meta'}))}. Leave device= out, or take a tensor's: "
-                "device=x.device"
+                f"{' and '.join(sorted(kinds - {'meta'}))}. Leave {out}"
             )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, self.where())))

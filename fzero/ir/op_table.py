@@ -196,9 +196,8 @@ ROWS: dict[str, OpInfo] = {
         OpInfo(fake="kernel"),
     ),
     # products
-    **rows("mm addmm", OpInfo(out_form="program", fake="kernel", one_dtype="all")),
-    "aten.bmm": OpInfo(out_form="program", fake="kernel"),
-    "aten.baddbmm": OpInfo(out_form="call"),
+    **rows("mm addmm bmm", OpInfo(out_form="program", fake="kernel", one_dtype="all")),
+    "aten.baddbmm": OpInfo(out_form="call", one_dtype="all"),
     **rows("onednn_mm onednn_addmm onednn_bmm onednn_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("widened_mm widened_addmm widened_bmm widened_baddbmm", OpInfo(out_form="program"), "fzero"),
     **rows("mv addmv addbmm addbmm_ convolution", OpInfo(one_dtype="all")),

@@ -414,7 +414,8 @@ def test_a_tensor_on_a_device_of_another_kind_is_refused(away: str) -> None:
     with pytest.raises(CaptureError, match=said):
         fzero.lower(spec, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
     moved = fzero.Spec(loss=lambda p, b: (b.to(away) @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1))
-    with pytest.raises(CaptureError, match=r"test_refuse\.py:\d+: a tensor is moved to a device .*Leave \.cuda\(\)"):
+    said = r"test_refuse\.py:\d+(: a tensor is moved to a device| asks for a tensor on) .*Leave \.cuda\(\)"
+    with pytest.raises(CaptureError, match=said):
         fzero.lower(moved, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
 
 
@@ -434,7 +435,7 @@ def test_a_backward_in_a_loss_is_refused() -> None:
 def test_an_operand_on_another_device_has_the_users_line() -> None:
     """The complaint: torch's error of it takes three arguments, so it became a TypeError."""
     away = torch.ones(3, 3, device="meta")
-    with pytest.raises(RuntimeError, match=r"(?s)on the same device.*test_refuse\.py:\d+: aten\.mm\.default"):
+    with pytest.raises(RuntimeError, match=r"(?s)(on the same device.*)?test_refuse\.py:\d+: aten\.mm\.default"):
         lowered_loss(lambda p, b: (b[:, :3] @ away).sum() * p["w"].sum())
 
 

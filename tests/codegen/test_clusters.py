@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero._torch_compat import FakeTensorMode
+from fzero._torch_compat import FakeTensorMode, inductor_rounds
 from fzero.codegen import clusters
 from fzero.codegen.fusion import fused
 from fzero.ir import forms, fx_values
@@ -32,6 +32,9 @@ def square(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+needs_rounding = pytest.mark.skipif(not inductor_rounds("cpu"), reason="this torch rounds to 16 bits at fewer places")
+
+
 def stretches_keep_the_bits(fn: Callable[..., Any], *inputs: Tensor) -> int:
     """The number of stretches; what is returned and what is written in place are as without them."""
     mode = FakeTensorMode()
@@ -46,6 +49,7 @@ def stretches_keep_the_bits(fn: Callable[..., Any], *inputs: Tensor) -> int:
     return len(found)
 
 
+@needs_rounding
 def test_a_cast_is_read_before_its_source_is_written() -> None:
     def fn(leaf: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
         low = leaf.to(LOW)
@@ -55,6 +59,7 @@ def test_a_cast_is_read_before_its_source_is_written() -> None:
     assert stretches_keep_the_bits(fn, square(0), square(1, LOW), square(2, LOW)) == 1
 
 
+@needs_rounding
 def test_stretches_that_read_a_cast_have_one_each_and_one_of_a_view_is_joined() -> None:
     def apart(leaf: Tensor, x: Tensor, y: Tensor) -> list[Tensor]:
         low = leaf.to(LOW)

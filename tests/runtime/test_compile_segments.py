@@ -18,7 +18,7 @@ from torch import fx
 
 import fzero
 from fzero import backend
-from fzero._torch_compat import inductor_lacks
+from fzero._torch_compat import inductor_lacks, inductor_rounds
 from fzero.codegen.fusion import Fused
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
@@ -127,7 +127,7 @@ def test_inputs_of_every_kind(kind: str) -> None:
     one = make_op("run", [Ref("x")], [Ref("a"), Ref("b"), Ref("c")], segment=key, fresh=3)
     program = Program(Mesh((("dp", 1),)), {}, buffers, (one,), {}, segments={key: gm})
     made = compile_segments.compiled(program, how="inductor")
-    assert (key in made) == (kind != "empty")  # nothing to gain there
+    assert (key in made) == (kind != "empty" and (kind != "bf16" or inductor_rounds("cpu")))  # nothing to gain there
     if key in made:
         for ours, theirs in zip(made[key].forward(x), gm.forward(x), strict=True):
             assert helpers.same_bits(ours, theirs)
