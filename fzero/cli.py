@@ -37,6 +37,10 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a command that takes none."""
 
 
+STARTS = ("launch", "run", "train", "torchrun", "deepspeed")  # words of other launchers
+STARTED = " Scripts are started by torchrun: torchrun --nproc-per-node 8 train.py (docs/launching.md)."
+
+
 class _Parser(argparse.ArgumentParser):
     """Names the nearest command where it is given one that it does not have."""
 
@@ -44,7 +48,8 @@ class _Parser(argparse.ArgumentParser):
         named = [word for word in (args or ())[:1] if not word.startswith("-")]
         if self.prog == "fzero" and named and named[0] not in COMMANDS:
             known = ", ".join(COMMANDS)
-            self.error(f"there is no command {named[0]!r}.{suggest(named[0], COMMANDS)} Commands are {known}")
+            near = STARTED if named[0] in STARTS or named[0].endswith(".py") else suggest(named[0], COMMANDS)
+            self.error(f"there is no command {named[0]!r}.{near} Commands are {known}")
         return super().parse_known_args(args, namespace)
 
 

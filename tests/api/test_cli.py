@@ -19,3 +19,12 @@ def test_a_slip_in_a_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]
         cli.main(["confg"])
     assert end.value.code == 2
     assert "there is no command 'confg'. Did you mean 'config'? Commands are version, doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["launch", "train.py"])
+def test_who_would_launch_a_script_is_told_torchrun(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was: did you mean 'plan'?"""
+    with pytest.raises(SystemExit):
+        cli.main([word, "--nproc", "2"])
+    said = capsys.readouterr().err
+    assert f"there is no command {word!r}. Scripts are started by torchrun: torchrun --nproc-per-node" in said
