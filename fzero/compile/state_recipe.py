@@ -84,7 +84,8 @@ def _not_empty(params: Any) -> Any:
 
 
 def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises TreeError for two parameters that share an element: they would start equal and drift apart."""
+    """Raises TreeError for two parameters that share an element: they would start equal and drift apart. Two views of
+    one memory that `requires_grad` says are frozen stay equal."""
     real = [
         (leaf, leaf_name("params", path))
         for path, leaf in zip(paths, leaves, strict=True)
@@ -99,11 +100,13 @@ def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
             )
     plain = [(leaf, name) for leaf, name in real if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
     held = sorted((leaf.data_ptr(), name, leaf) for leaf, name in plain if leaf.layout is torch.strided)
+    flagged = any(leaf.requires_grad for leaf, _ in real)
     open_ = list[tuple[int, str, torch.Tensor]]()  # that reach to where the next begins
     for start, name, leaf in held:
         open_ = [one for one in open_ if one[0] + extent_bytes(one[2]) > start]
         for first, other, earlier in open_:
-            if _share(earlier, leaf, start - first):
+            frozen = flagged and not (earlier.requires_grad or leaf.requires_grad)
+            if not frozen and _share(earlier, leaf, start - first):
                 raise TreeError(
                     f"{other} and {name} share memory: as two leaves they would drift apart. Keep one and take the "
                     "other from it in the loss (w.t(), w[:n]), or clone() it"
@@ -113,7 +116,7 @@ def _check_apart(paths: Sequence[str], leaves: Sequence[Any]) -> None:
 
 def _share(first: torch.Tensor, later: torch.Tensor, distance: int) -> bool:
     """Whether two tensors whose extents overlap have an element in common. distance: in bytes, of their starts."""
-    if first.dtype != later.dtype:
+    if first.dtype != later.dtype or distance % first.element_size():
         return True
     at = distance // first.element_size()
     span = max(extent_bytes(first), distance + extent_bytes(later)) // first.element_size()

@@ -472,6 +472,14 @@ def test_views_that_share_no_element_are_parameters(name: str) -> None:
     assert torch.equal(state.params["v"].full(), -v)
 
 
+def test_two_frozen_views_of_one_memory_stay_equal() -> None:
+    base = torch.ones(2, 3)
+    params = {"w": base, "v": base.t(), "a": torch.ones(3, requires_grad=True)}
+    spec = fzero.Spec(loss=lambda p, b: (p["w"] * p["v"].t() * p["a"]).sum() * b.sum(), optimizer=optim.sgd(1.0))
+    state = fzero.step(fzero.init(params, spec), torch.ones(1))
+    assert torch.equal(state.params["v"].full(), state.params["w"].full().t())
+
+
 def test_a_rule_for_integers_alone_trains_nothing() -> None:
     with pytest.raises(fzero.TreeError, match="no leaf of params under 'i' can train"):
         fzero.init(
