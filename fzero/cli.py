@@ -23,6 +23,9 @@ from fzero.planner import plan_command
 from fzero.tools import doctor, fake_cuda_command, verify_report
 from fzero.tree import suggest
 
+STARTS = ("launch", "run", "train", "torchrun", "deepspeed")  # words of other launchers
+STARTED = " Scripts are started by torchrun: torchrun --nproc-per-node 8 train.py (docs/launching.md)."
+
 
 @dataclass(frozen=True)
 class Command:
@@ -35,10 +38,6 @@ class Command:
 
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a command that takes none."""
-
-
-STARTS = ("launch", "run", "train", "torchrun", "deepspeed")  # words of other launchers
-STARTED = " Scripts are started by torchrun: torchrun --nproc-per-node 8 train.py (docs/launching.md)."
 
 
 class _Parser(argparse.ArgumentParser):

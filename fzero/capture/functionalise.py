@@ -11,6 +11,7 @@ value.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -213,5 +214,5 @@ def _writes_what_it_reads(node: fx.Node) -> bool:
         return False
     operands: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), operands.append)
-    owners = [fx_nodes.base(operand) for operand in operands]
-    return any(owners.count(fx_nodes.base(one)) > 1 for one in written)
+    owners = Counter(map(fx_nodes.base, operands))
+    return any(owners[fx_nodes.base(one)] > 1 for one in written)

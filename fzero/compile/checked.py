@@ -39,8 +39,6 @@ def checked_step(
         phase = phase or spec.phases.first
     given, spec = spec, spec.in_phase(phase)
 
-    kept = context.kept
-
     def made(context: LoweringContext) -> Lowered:
         lowered: Lowered | None = None
         try:
@@ -63,10 +61,10 @@ def checked_step(
     try:
         return made(context)
     except Exception as error:
-        if not kept.read:
+        if not context.kept.read:
             raise
         refused = str(error)
     again = made(replace(context, kept=NOTHING))  # raises the same where the step, and not what was read, is at fault
     log.warning("fzero: what was kept of a lowering is of no use, and it is made anew (%s)", refused)
-    kept.forget()
+    context.kept.forget()
     return again

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -197,14 +197,16 @@ class Session:
         self.bound.pop(id(programs.pop(key)), None)
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
-        costs = self.costs if self.spec.matmul == "fastest" else Costs("products", measures=False)
-        kept, wires = _place(self.rank, self.world_size), self.transport
-        context = LoweringContext(wires.name, costs, wires.rates, kept=kept)
+        wires = self.transport
+        context = LoweringContext(wires.name, rates=wires.rates, kept=_place(self.rank, self.world_size))
+        if self.spec.matmul == "fastest":
+            context = replace(context, costs=self.costs)
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
             with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
-                like = fakes_on(self.like, self.device)
-                lowered = checked_step(self.spec, like, batch, self.plan, context, fn, phase)
+                lowered = checked_step(
+                    self.spec, fakes_on(self.like, self.device), batch, self.plan, context, fn, phase
+                )
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():

@@ -42,7 +42,7 @@ def command(arguments: argparse.Namespace) -> int:
 def environment() -> dict[str, str]:
     """The environment of such a process: this one's, with the library to load first."""
     if backend.CUDA.calls.traceable():
-        raise SpecError("here fake tensors of CUDA are traced as it is: call fzero.lower, without `fzero fake-cuda`")
+        raise SpecError("fake tensors of CUDA can be traced here already: call fzero.lower, without `fzero fake-cuda`")
     if sys.platform != "linux":
         raise SpecError(f"it loads a library before torch, as Linux does, and this is {sys.platform}")
     folder = kept_costs.folder() / "fake_cuda"

@@ -128,7 +128,7 @@ def _reduction(program: Program, i: int, op: Op, n: int) -> Iterator[Fault]:
         yield i, f"reduces {size} elements: {n} ranks have no equal slices of them"
     elif op.row.small and op.reads[0].start is None and program.buffers[op.reads[0].name].bucket is not None:
         yield i, f"sends all of the bucket in {op.reads[0]} to every rank: all_reduce sends each rank its part"
-    elif op.row.small and op.region and not size % n and n > 2:
+    elif op.row.small and op.region and not size % n and n > 2:  # two ranks send as much either way
         yield i, f"sends all {size} elements to every rank: all_reduce sends each rank its part"
     elif room != needed_room:
         yield i, f"reduces {size} elements into {room}: {op.kind} needs {needed_room}"
