@@ -197,16 +197,14 @@ class Session:
         self.bound.pop(id(programs.pop(key)), None)
 
     def _lowered(self, batch: Any, fn: Callable[..., Any] | None, phase: str = "") -> Lowered:
-        wires = self.transport
-        context = LoweringContext(wires.name, rates=wires.rates, kept=_place(self.rank, self.world_size))
+        context = _context(self.transport, self.rank, self.world_size)
         if self.spec.matmul == "fastest":
             context = replace(context, costs=self.costs)
         with progress.shown(f"lowering the {'step' if fn is None else 'evaluation'}"):
             others = [program.graph.reads for program in (*self.programs.values(), *self.evaluations.values())]
             with own_changes_forgotten(others), _numbers_named(self.inputs.get(_called(fn), frozenset())):
-                lowered = checked_step(
-                    self.spec, fakes_on(self.like, self.device), batch, self.plan, context, fn, phase
-                )
+                like = fakes_on(self.like, self.device)
+                lowered = checked_step(self.spec, like, batch, self.plan, context, fn, phase)
         forget_fakes(MAX_FAKES)
         return_freed()
         for chosen in lowered.choices.values():
@@ -322,10 +320,11 @@ def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]
     return {**{other: held for other, held in table.items() if other != key}, key: value}
 
 
-def _place(rank: int, world_size: int) -> Kept:
-    """Where lowerings are kept. Where this machine has more ranks than cores, one of them lowers and the others wait:
+def _context(wires: Transport, rank: int, world_size: int) -> LoweringContext:
+    """What a rank lowers with. Where this machine has more ranks than cores, one of them lowers and the others wait:
     together they would take as long as one after the other."""
-    return Kept(turns=crowded(world_size, os.environ), writes=first_here(rank, os.environ))
+    kept = Kept(turns=crowded(world_size, os.environ), writes=first_here(rank, os.environ))
+    return LoweringContext(wires.name, rates=wires.rates, kept=kept)
 
 
 @contextmanager
