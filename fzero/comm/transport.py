@@ -53,6 +53,16 @@ def transport_name(device: torch.device, transfers: str) -> str:
     return transfers if transfers in names else names[0]
 
 
+def likely_names(device: torch.device, transfers: str) -> tuple[str, ...]:
+    """Returns the names that a run's transport may have, the likeliest first: most ranks that may share memory do.
+
+    >>> likely_names(torch.device("cpu"), "auto"), likely_names(torch.device("cpu"), "p2p")
+    (('shared', 'p2p'), ('p2p',))
+    """
+    names = backend.of(device).transports or backend.CPU.transports
+    return (transfers,) if transfers in names else names[::-1]
+
+
 def transport_for(
     rank: int,
     mesh: Mesh,

@@ -10,7 +10,7 @@ import torch
 from fzero import backend, progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
-from fzero.comm.transport import transport_name
+from fzero.comm.transport import likely_names, transport_name
 from fzero.compile import decide
 from fzero.compile.batch_key import check_batch, key_of
 from fzero.compile.captures import Captures
@@ -102,7 +102,8 @@ def lower_again(
     there = device if backend.of(device).calls.available() else torch.device("cpu")
     recipe = recipe_for(spec, params_like, key, there, mesh.data_ranks)
     deciders = decide.table(spec, decisions)
-    costs = kept_bucket_costs(transport, mesh)
+    names = likely_names(torch.device(spec.device or "cpu"), spec.transfers)
+    costs = next(filter(None, (kept_bucket_costs(name, mesh) for name in names)), {})
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     check_batch(batch_like)

@@ -55,6 +55,13 @@ def writes_of(ops: Iterable[Op]) -> dict[str, list[tuple[int, Ref]]]:
     return _by_name((i, ref) for i, op in enumerate(ops) for ref in op.writes)
 
 
+def reason_for(op: Op, buffers: Mapping[str, Buffer]) -> str:
+    """Why an op's operand is brought: for the op, or for what a gather or a copy for another role serves itself."""
+    lends = any(buffers[ref.name].lent is not None for ref in op.writes)
+    serves = op.gathers and buffers[op.target].kind == "gathered"
+    return op.why if serves or lends else f"for {op.why}"
+
+
 def _by_name(refs: Iterable[tuple[int, Ref]]) -> dict[str, list[tuple[int, Ref]]]:
     refs_of: dict[str, list[tuple[int, Ref]]] = {}
     for index, ref in refs:

@@ -41,7 +41,7 @@ def schedule_gathers(program: Program) -> Program:
         for number, stretch in enumerate(stretches):
             name = f"{full}.{number}"
             edits.buffers[name] = replace(program.buffers[full], name=name)
-            why = f"for {program.ops[stretch[0]].why}"
+            why = rewrite.reason_for(program.ops[stretch[0]], program.buffers)
             start = replace(op, writes=(Ref(name),), why=why)
             wait = Op("wait", (Ref(name),), why=why)
             edits.before[stretch[0]] += [start, wait]

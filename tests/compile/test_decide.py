@@ -366,14 +366,20 @@ def test_the_size_of_buckets_is_kept_for_the_machine(tmp_path: Any, monkeypatch:
     assert size("p2p", of(8)) == BUCKET_BYTES, "what is no size of a bucket is none"
 
 
-def test_lower_has_the_buckets_of_init(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ranks of all data axes, not of one: else a plan has other buckets than the run."""
+@pytest.mark.parametrize(("transfers", "kept"), [("p2p", "p2p"), ("auto", "p2p"), ("auto", "shared")])
+def test_lower_has_the_buckets_of_init(
+    transfers: str, kept: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the ranks of all data axes, not of one, and by the figures of shared memory where runs had it: else a plan has
+    other buckets than the run."""
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
-    remember("buckets", {"p2p, 4 ranks": {str(8 << 20): 1.0}, "p2p, 2 ranks": {str(64 << 20): 1.0}})
+    remember("buckets", {f"{kept}, 4 ranks": {str(8 << 20): 1.0}, "p2p, 2 ranks": {str(64 << 20): 1.0}})
+    if kept == "shared":
+        remember("buckets", {"p2p, 4 ranks": {str(64 << 20): 1.0}})
     leaf = torch.empty(1200, 1200, device="meta")  # 5.8 MB: two of them in 64 MiB, one in 8
     spec = fzero.Spec(
         loss=lambda p, b: torch.tanh(b @ p["layers"][0]["v"] @ p["layers"][0]["w"]).mean(),
-        optimizer=fzero.optim.sgd(0.1), mesh={"dp_out": 2, "dp": 2}, transfers="p2p",
+        optimizer=fzero.optim.sgd(0.1), mesh={"dp_out": 2, "dp": 2}, transfers=transfers,
     )  # fmt: skip
     plan = fzero.lower(spec, {"layers": [{"v": leaf, "w": leaf}]}, torch.empty(2, 1200, device="meta")).plan
     assert plan.bucket_bytes.value == 8 << 20

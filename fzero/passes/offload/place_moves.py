@@ -228,7 +228,7 @@ class _Placing:
             visit.start = visit.first
             if not visit.reads:
                 continue
-            barrier, why = self._written_before(visit), self._reason(self.ops[visit.first])
+            barrier, why = self._written_before(visit), rewrite.reason_for(self.ops[visit.first], self.buffers)
             hops = len(visit.names)
             starts = [max(barrier, self._early(visit.first, hops - n)) for n in range(hops)]
             visit.start, source = starts[0], self._fetched(visit)
@@ -239,12 +239,6 @@ class _Placing:
                 self._insert(start, FETCH_ON if n else FETCH, make_op("move", [source], [into], why=why))
                 source = into
             self._insert(visit.first, FETCHED, make_op("wait", [Ref(source.name)], why=why))
-
-    def _reason(self, op: Op) -> str:
-        """Why an op's operand is brought: for the op, or for what a gather or a copy for another role serves itself."""
-        lends = any(self.buffers[ref.name].lent is not None for ref in op.writes)
-        serves = op.gathers and self.buffers[op.target].kind == "gathered"
-        return op.why if serves or lends else f"for {op.why}"
 
     def _fetched(self, visit: _Visit) -> Ref:
         """What a visit fetches: its source, or the own slice of it where a gather brings the rest. A slice of what lies

@@ -364,4 +364,4 @@ def test_what_is_lent_says_whose_leaf_it_is_and_moves_say_whom_they_serve(zero: 
     assert copied.why.startswith("for role 0: ")
     gather = next((op for op in ops if op.gathers and op.target == copied.reads[0].name), copied)
     brought = next(op for op in ops if op.moves and op.target == gather.reads[0].name)
-    assert brought.why == gather.why, "not once more `for`"
+    assert brought.why == gather.why == copied.why, "not once more `for`"
