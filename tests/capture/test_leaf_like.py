@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -49,3 +50,24 @@ def test_what_is_made_of_two_leaves_or_in_another_shape_or_differs_between_ranks
         return result(state, [*others, state["a"] + fzero.pmean(own)], x)
 
     assert given(step)[:5] == ["", "", "", "", "a"]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_verify_does_not_believe_it(zero: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What writes programs and what judges them ask it: were it wrong of a value that ranks have each their own of, the
+    program that holds one slice of it on each would be refused."""
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+
+    def step(state: Any, x: Tensor) -> Any:
+        own = {name: w + x.mean() for name, w in state.items()}
+        grads = fzero.pmean(fzero.value_and_grad(loss, reduce=False)(own, x)[1])
+        return {name: w - 0.1 * grads[name] for name, w in state.items()}, {}
+
+    def lowered() -> Any:
+        state = {name: torch.empty(LEAVES[name]) for name in ("a", "b")}
+        return fzero.lower(fzero.Spec(step=step, zero=zero, params="**"), state, torch.empty(3, 4), world_size=2)
+
+    lowered()
+    monkeypatch.setattr("fzero.capture.leaf_like.varying_nodes", lambda graph, per_rank: set())
+    with pytest.raises(fzero.VerifyError, match=r"\[meaning\]"):
+        lowered()
