@@ -5,7 +5,7 @@ Between them stand decisions: the spec's, else those of `fzero.compile.decide`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero import backend, progress, tree
+from fzero import progress, tree
 from fzero._torch_compat import FakeTensorMode, fake_empty
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
@@ -27,6 +27,7 @@ from fzero.compile.judged import check_kept, local_step, naive
 from fzero.compile.kept_lowerings import NOTHING
 from fzero.compile.lowered import Lowered
 from fzero.compile.lowering_context import LoweringContext
+from fzero.compile.notes import notes
 from fzero.compile.plan_from_spec import check_rules
 from fzero.compile.resolve import LoweringOptions, TrainStep, lowering_options, train_step
 from fzero.cost.coding import sentence
@@ -34,7 +35,6 @@ from fzero.errors import SpecError
 from fzero.ir.code_ops import spelled_out
 from fzero.ir.decisions import CHOSEN, IDLE, NO_COPIES, Choice, Decisions, RoleDecisions
 from fzero.ir.program import Program
-from fzero.ir.records import DISK, HOST
 from fzero.lowering.chunk_loss import chunked, chunks_for
 from fzero.lowering.localise import Sharding
 from fzero.passes import BEFORE_ROLES, UNTIL_PREFETCH, Options, PassRecord, optimise
@@ -42,7 +42,6 @@ from fzero.passes.pipeline.by_role import by_role
 from fzero.pipeline import Schedule
 from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
-from fzero.runtime.cuda_graphs import obstacle
 from fzero.shard.coded_sums import coded_sums
 from fzero.shard.owned_operands import owned_operands
 from fzero.spec import Spec
@@ -143,7 +142,7 @@ def _lower(step: TrainStep, asked: _Asked, captured: Captured, plan: Plan) -> Lo
     for name, choice in (("reduce", reduce), ("prefetch", first.prefetch), ("update_on", first.update_on)):
         if choice.how == CHOSEN:
             choices[name] = choice.reason
-    choices |= _notes(programs, wanted)
+    choices |= notes(programs, wanted)
     if said := sentence(programs, step.precision, asked.context.rates):
         choices["codec"] = said
     records = {number: role.records for number, role in roles.items()}
@@ -318,31 +317,6 @@ def _of_role(program: Program, asked: _Asked, options: Options) -> RoleDecisions
     return RoleDecisions(ahead, deciders.fetch_ahead(program), place, deciders.tile_bytes(program), copies)
 
 
-def _notes(programs: Mapping[int, Program], wanted: LoweringOptions) -> dict[str, str]:
-    """What the user should know of the programs beside the decisions, by name."""
-    notes = {}
-    if wanted.gradients:
-        notes["gradients"] = _gradients(programs[0])
-    if lent := _lent(programs):
-        notes["pipeline"] = lent
-    known = backend.of_transport(programs[0].transport)
-    if known.records_graphs and wanted.cuda_graph:
-        found = [why for program in programs.values() if (why := obstacle(program, torch.device(known.name)))]
-        notes["cuda_graph"] = f"not one graph: {found[0]}" if found else "the step is one graph"
-    return notes
-
-
-def _gradients(program: Program) -> str:
-    """What waits off the device of gradients that are clipped together, as text."""
-    held = dict.fromkeys((HOST, DISK), 0)
-    for b in program.buffers.values():
-        held[b.space] = held.get(b.space, 0) + (b.nbytes if b.kind == "grad" else 0)
-    shown = ", ".join(f"{held[space]:,} bytes on the {space}" for space in (HOST, DISK) if held[space])
-    if shown:
-        return f"gradients wait for the last of them off the device: {shown} of a rank, written and read once a step"
-    return "no gradient waits for others: none leaves the device, whatever offload= says of grads/"
-
-
 def _options(wanted: LoweringOptions) -> Options:
     return Options(
         gather_bytes=wanted.gather_bytes,
@@ -351,20 +325,6 @@ def _options(wanted: LoweringOptions) -> Options:
         remat=wanted.remat,
         compile=wanted.compile,
         gradients=wanted.gradients,
-    )
-
-
-def _lent(programs: Mapping[int, Program]) -> str:
-    """What roles are sent of leaves that others keep, as text; "" if nothing."""
-    lent = {b.name: b for p in programs.values() for b in p.buffers.values() if b.lent is not None}
-    if not lent:
-        return ""
-    names = sorted({str(b.lent) for b in lent.values()})
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    nbytes = sum(b.nbytes for b in lent.values())
-    return (
-        f"pipeline: {nbytes:,} bytes of leaves are sent each step to a role that uses and does not keep "
-        f"them ({shown}). So is a tied leaf; layers that run in another order than their numbers send it too"
     )
 
 

@@ -207,8 +207,8 @@ class Session:
                 lowered = checked_step(self.spec, like, batch, self.plan, context, fn, phase)
         forget_fakes(MAX_FAKES)
         return_freed()
-        for chosen in lowered.choices.values():
-            log.info("fzero: %s", chosen)
+        for name, chosen in lowered.choices.items():
+            log.log(logging.WARNING if name == "idle" else logging.INFO, "fzero: %s", chosen)
         return lowered
 
     def bind(self, lowered: Lowered) -> Executor:
