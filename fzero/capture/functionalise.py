@@ -136,6 +136,11 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
             return record(watched, inputs)
         except (RuntimeError, ValueError) as error:  # the pure form fails where the traced op did not
             line, reason = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
+            if fx_nodes.mutated(replay.node) and getattr(replay.node.target, "namespace", "aten") != "aten":
+                raise CaptureError(
+                    f"{replay.node.target} at {line} is a custom op that writes to its arguments, and has no pure form: "
+                    "register one that returns a new tensor, with mutates_args=()"
+                ) from error
             raise CaptureError(
                 f"{replay.node.target} at {line} follows in-place work that cannot be made pure ({reason}). Write "
                 "x = x.op(...) instead of x.op_(...)"

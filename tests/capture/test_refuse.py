@@ -206,6 +206,20 @@ def without_backward(x: Tensor) -> Tensor:
 without_backward.register_fake(torch.empty_like)
 
 
+@torch.library.custom_op("fzero_test::doubled_", mutates_args=("x",))
+def doubled_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+doubled_.register_fake(lambda x: None)
+
+
+def writes(p: Any, b: Tensor) -> Tensor:
+    y = b * p["w"]
+    doubled_(y)  # here
+    return y.sum()
+
+
 def no_shape(p: Any, b: Tensor) -> Tensor:
     return torch.ops.fzero_test.twice(b * p["w"]).sum()  # here
 
@@ -241,6 +255,7 @@ UNTRACED: dict[Any, tuple[str, ...]] = {
     nested: ("makes a nested tensor", "one padded tensor and a mask of the lengths"),
     reentrant: ("runs a backward of its own", "use_reentrant=False", "Spec(remat='full')"),
     copied_whole: ("a tensor is copied with its memory", "x.clone()"),
+    writes: ("a custom op that writes to its arguments", "one that returns a new tensor, with mutates_args=()"),
     no_shape: ("fzero_test.twice.default has no fake rule", "torch.library.register_fake('fzero_test::twice')"),
     no_fake: ("has no fake rule", "torch.library.register_fake('fzero_test::without_fake')"),
     no_backward: ("fzero_test.without_backward.default at", "has no backward", "torch.library.register_autograd"),
