@@ -138,7 +138,7 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
             line, reason = replay.node.meta.get("source") or "the step", str(error).partition("\n")[0]
             if fx_nodes.mutated(replay.node) and getattr(replay.node.target, "namespace", "aten") != "aten":
                 raise CaptureError(
-                    f"{replay.node.target} at {line} is a custom op that writes to its arguments, and has no pure form: "
+                    f"{replay.node.target} at {line} is a custom op that writes to its arguments and has no pure form: "
                     "register one that returns a new tensor, with mutates_args=()"
                 ) from error
             raise CaptureError(
