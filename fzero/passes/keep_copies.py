@@ -1,4 +1,5 @@
-"""keep_copies: where the optimizer's kernel writes the 16-bit copy of a parameter, the copy stays from step to step.
+"""keep_copies: where the optimizer's kernel writes the 16-bit copy of a parameter, the copy stays from step to step. So
+does that of frozen parameters, which nothing writes.
 
 `cast_before_gather` casts each column of parameters once a step. A kernel that makes the new parameter can write that
 cast as well (`OpInfo.narrows`): two bytes an element, and not six. Then the copy is a column of the state: sharded as
@@ -40,8 +41,9 @@ def keep_copies(program: Program, stay: bool = True) -> Program:
     for column in columns.values():
         edits.instead[column.cast] = []
         edits.buffers[column.copy] = replace(program.buffers[column.low], name=column.copy, kind="copy")
-        dtype = program.buffers[column.low].dtype
-        edits.buffers[column.new] = replace(program.buffers[f"{column.master}.new"], name=column.new, dtype=dtype)
+        if column.runs:
+            dtype = program.buffers[column.low].dtype
+            edits.buffers[column.new] = replace(program.buffers[f"{column.master}.new"], name=column.new, dtype=dtype)
     names = {column.low: column.copy for column in columns.values()}
     for index, op in enumerate(program.ops):
         if op.is_update and op.writes[0].name in columns:
@@ -82,10 +84,11 @@ def _columns(program: Program) -> dict[str, _Column]:
     writes = rewrite.writes_of(program.ops)
     columns = {}
     for master, (index, op) in casts.items():
-        held = program.buffers[master]
-        makers = [(i, ref) for i, ref in writes.get(f"{master}.new", ()) if held.bucket not in away]
-        kept = all(program.ops[i].is_update for i, _ in writes.get(master, ()))
-        if kept and makers and all(_narrows(program, program.ops[i], ref) for i, ref in makers):
+        if program.buffers[master].bucket in away:
+            continue
+        makers, written = writes.get(f"{master}.new", []), writes.get(master, [])
+        kept = all(program.ops[i].is_update for i, _ in written) and bool(makers) == bool(written)
+        if kept and all(_narrows(program, program.ops[i], ref) for i, ref in makers):
             columns[master] = _Column(master, op.writes[0].name, index, sorted({i for i, _ in makers}))
     return columns
 

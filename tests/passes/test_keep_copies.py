@@ -90,6 +90,18 @@ def test_casts_that_stay(given: dict[str, Any], why: str) -> None:
     assert "offload" in given or casts(program), why
 
 
+@pytest.mark.parametrize("optimizer", [ADAMW, fzero.optim.sgd(0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_of_frozen_columns_too(zero: int, optimizer: Any) -> None:
+    """LoRA's base: it is cast when the copy is made, and never again."""
+    given = {"zero": zero, "optimizer": optimizer, "trainable": "layers/0/**"}
+    program = kept(2, **given, nonfinite="skip")
+    frozen = {"params:layers.1", "params:small"}
+    assert {*program.copies.values()} == frozen
+    assert len(casts(program)) == 1, "of the layer that trains, whose new value is chosen"
+    assert {*kept(2, **given).copies.values()} == (frozen | {"params:layers.0"} if optimizer is ADAMW else frozen)
+
+
 def test_what_rounds_the_moments_leaves_the_copy_of_the_parameter() -> None:
     assert kept(1, optimizer=fzero.optim.adamw(1e-2, moments="bfloat16")).copies
 
@@ -166,7 +178,7 @@ def interpreted(one: fzero.Spec, world: int, steps: int) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"microbatches": 2}, {"clip_norm": 0.1}, {"optimizer": MASKED}],
+    [{}, {"microbatches": 2}, {"clip_norm": 0.1}, {"optimizer": MASKED}, {"trainable": "layers/0/**"}],
     ids=lambda options: "".join(options),
 )
 @pytest.mark.parametrize(("world", "zero"), [(w, z) for w in (1, 2, 4) for z in range(4)])
