@@ -53,14 +53,15 @@ def transport_name(device: torch.device, transfers: str) -> str:
     return transfers if transfers in names else names[0]
 
 
-def likely_names(device: torch.device, transfers: str) -> tuple[str, ...]:
+def likely_names(device: torch.device, transfers: str, world_size: int) -> tuple[str, ...]:
     """Returns the names that a run's transport may have, the likeliest first: most ranks that may share memory do.
 
-    >>> likely_names(torch.device("cpu"), "auto"), likely_names(torch.device("cpu"), "p2p")
-    (('shared', 'p2p'), ('p2p',))
+    >>> cpu = torch.device("cpu")
+    >>> likely_names(cpu, "auto", 2), likely_names(cpu, "p2p", 2), likely_names(cpu, "auto", 1)
+    (('shared', 'p2p'), ('p2p',), ('p2p',))
     """
     names = backend.of(device).transports or backend.CPU.transports
-    return (transfers,) if transfers in names else names[::-1]
+    return (transport_name(device, transfers),) if transfers in names or world_size == 1 else names[::-1]
 
 
 def transport_for(

@@ -102,7 +102,7 @@ def lower_again(
     there = device if backend.of(device).calls.available() else torch.device("cpu")
     recipe = recipe_for(spec, params_like, key, there, mesh.data_ranks)
     deciders = decide.table(spec, decisions)
-    names = likely_names(torch.device(spec.device or "cpu"), spec.transfers)
+    names = likely_names(torch.device(spec.device or "cpu"), spec.transfers, mesh.world_size)
     costs = next(filter(None, (kept_bucket_costs(name, mesh) for name in names)), {})
     plan = plan_for(spec, recipe.paths, recipe.values, recipe.per_rank, mesh, costs, deciders)
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)

@@ -386,6 +386,19 @@ def test_lower_has_the_buckets_of_init(
     assert len(plan.buckets) == 2
 
 
+def test_one_rank_shares_no_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of shared memory among one rank of the data are those of a pipeline."""
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    remember("buckets", {"shared, 1 ranks": {str(8 << 20): 1.0}, "p2p, 1 ranks": {str(64 << 20): 1.0}})
+
+    def size(mesh: dict[str, int]) -> int:
+        params = {"layers": [{"w": torch.empty(8, 8, device="meta")} for _ in range(2)]}
+        spec = cases.spec(loss=lambda p, b: (b @ p["layers"][0]["w"] @ p["layers"][1]["w"]).mean(), mesh=mesh)
+        return fzero.lower(spec, params, torch.empty(2, 8, device="meta")).plan.bucket_bytes.value
+
+    assert (size({"dp": 1}), size({"pp": 2})) == (64 << 20, 8 << 20)
+
+
 def test_a_large_bucket_that_is_held_elsewhere_has_few_tiles() -> None:
     program = lower(offload="optimizer").after("schedule_updates")
     largest = max(b.nbytes for b in program.buffers.values() if b.kind == "optimizer" and b.bucket is not None)
