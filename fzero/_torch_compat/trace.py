@@ -153,7 +153,11 @@ _SIZES = {torch.ops.aten.size.default, torch.ops.aten.stride.default, torch.ops.
 @contextmanager
 def fx_tracing() -> Iterator[None]:
     """What torch does otherwise while torch.fx traces: a `torch.compile`d function is called as it is
-    (`_is_fx_tracing_flag`: 2.11.0, 2.13.0)."""
+    (`_is_fx_tracing_flag`: 2.11.0, 2.13.0; `_is_fx_tracing_context`: 2.14.1)."""
+    if of_this_thread := getattr(_symbolic_trace, "_is_fx_tracing_context", None):
+        with of_this_thread(True):
+            yield
+        return
     before, _symbolic_trace._is_fx_tracing_flag = _symbolic_trace._is_fx_tracing_flag, True
     try:
         yield
