@@ -154,8 +154,8 @@ _SIZES = {torch.ops.aten.size.default, torch.ops.aten.stride.default, torch.ops.
 def fx_tracing() -> Iterator[None]:
     """What torch does otherwise while torch.fx traces: a `torch.compile`d function is called as it is
     (`_is_fx_tracing_flag`: 2.11.0, 2.13.0; `_is_fx_tracing_context`: 2.14.1)."""
-    if of_this_thread := getattr(_symbolic_trace, "_is_fx_tracing_context", None):
-        with of_this_thread(True):
+    if _fx_marked is not None:
+        with _fx_marked(True):
             yield
         return
     before, _symbolic_trace._is_fx_tracing_flag = _symbolic_trace._is_fx_tracing_flag, True
@@ -163,6 +163,11 @@ def fx_tracing() -> Iterator[None]:
         yield
     finally:
         _symbolic_trace._is_fx_tracing_flag = before
+
+
+_fx_marked = getattr(_symbolic_trace, "_is_fx_tracing_context", None)
+if _fx_marked is None:
+    _symbolic_trace._is_fx_tracing_flag  # noqa: B018  (an import fails, and not the first step, where it is not there)
 
 
 @contextmanager

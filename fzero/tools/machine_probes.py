@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fzero._torch_compat import inductor_lacks
+from fzero._torch_compat import NEWEST, OLDEST, inductor_lacks, tried
 from fzero.errors import FzeroError
 from fzero.tools.finding import MB, Finding, size_text
 
 LEAST_FILES = 1024  # descriptors: gloo and the arenas take some for each rank of a machine
 # package, least version, the extra of fzero that brings it ("": fzero needs it), what for
 PACKAGES = (
-    ("torch", (2, 11), "", ""),
+    ("torch", OLDEST, "", ""),
     ("optree", (0, 13), "", ""),
     ("numpy", (1, 26), "", ""),
     ("safetensors", (0, 4), "", ""),
@@ -50,7 +50,8 @@ def versions() -> Iterator[Finding]:
         elif _numbers(installed) < least:
             yield Finding(name, "missing", f"{installed}: {wanted} or newer is needed", fix, needed)
         else:
-            yield Finding(name, "ok", installed, needed=needed)
+            newer = name == "torch" and _numbers(installed)[:2] > NEWEST
+            yield Finding(name, "ok", f"{installed}: tried were {tried()}" if newer else installed, needed=needed)
 
 
 def _version(name: str) -> str | None:
