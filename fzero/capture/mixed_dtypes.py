@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero import backend
 from fzero.capture.cast_first import CAST
 from fzero.capture.provenance import describe
-from fzero.capture.remedies import MIXED
+from fzero.capture.remedies import ALIKE, MIXED
 from fzero.ir.op_info import of
 
 
@@ -30,10 +30,13 @@ def why(op: Any, args: Sequence[Any]) -> str:
     if row.numbers and any(isinstance(x, bool) or getattr(x, "dtype", None) is torch.bool for x in args[:2]):
         own = [x for x in args if isinstance(x, Tensor)]
         return f"is given {_shown(own)}: torch subtracts no bool. Cast it, as in m.to(x.dtype), or write ~m for 1 - m"
-    if row.norm_weight is not None and isinstance(args[0], Tensor) and backend.of(args[0].device).on_host:
-        own = [x for x in args[:5] if isinstance(x, Tensor)]
-        if not _takes(own[0].dtype, {x.dtype for x in own[1:]}):
+    if row.norm_weight is not None and isinstance(args[0], Tensor):
+        own, known = [x for x in args[:5] if isinstance(x, Tensor)], backend.of(args[0].device)
+        dtype, others = own[0].dtype, {x.dtype for x in own[1:]}
+        if known.on_host and not _takes(dtype, others):
             return f"is given {_shown(own)}: {MIXED}"
+        if known.on_streams and row.norm_alike and not others <= {dtype}:
+            return f"is given {_shown(own)}: {ALIKE.format(known.name)}"
     return ""
 
 

@@ -37,6 +37,10 @@ MIXED = (
     "operands have two dtypes. Cast one, as in x.to(w.dtype). Of a layer that mixes dtypes, as a BatchNorm whose "
     "weight is cast and whose statistics are not, keep all wide: Precision(compute=..., keep={'<its path>/**': 'fp32'})"
 )
+ALIKE = (
+    "on {} this norm needs one dtype. Cast one: F.layer_norm(x.float(), shape, weight, bias).to(x.dtype), or leave out "
+    "the rule of Precision(keep=...) for its leaves"
+)
 NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",

@@ -48,7 +48,8 @@ class OpInfo:
         and the dtypes that it takes when it runs. read_bytes: the place of an operand that may be of uint8, and the
         dtype as which its kernel reads that. numbers: it refuses bool when it runs. keeps_overlap: its result may
         overlap itself as its operand does.
-    norm_weight: the place of a norm's weight, whose dtype decides that of its statistics.
+    norm_weight: the place of a norm's weight, whose dtype decides that of its statistics. norm_alike: the kernels of a
+        device read such a weight in the dtype of the values, so it has it.
 
     How it runs:
 
@@ -99,6 +100,7 @@ class OpInfo:
     numbers: bool = False
     keeps_overlap: bool = False
     norm_weight: int | None = None
+    norm_alike: bool = False
     out_form: str = ""
     in_order: Literal["", "result", "all"] = ""
     special_form: Callable[..., Any] | None = None
@@ -212,14 +214,14 @@ ROWS: dict[str, OpInfo] = {
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data",
         OpInfo(fusion="loop", out_form="call", in_order="result", overwrites="rows", fake="kernel"),
     ),
-    "aten.native_layer_norm": OpInfo(fusion="loop", norm_weight=2, fake="kernel"),
+    "aten.native_layer_norm": OpInfo(fusion="loop", norm_weight=2, norm_alike=True, fake="kernel"),
     "aten.native_layer_norm_backward": OpInfo(fusion="loop", fake="kernel"),
     **rows("_fused_rms_norm _fused_rms_norm_backward", OpInfo(fusion="loop")),
     **rows(
         "native_batch_norm _native_batch_norm_legit.default _native_batch_norm_legit_functional",
         OpInfo(norm_weight=1),
     ),
-    "aten.native_group_norm": OpInfo(norm_weight=1, fake="kernel"),
+    "aten.native_group_norm": OpInfo(norm_weight=1, norm_alike=True, fake="kernel"),
     "fzero.reduce": OpInfo(fake="kept"),
     "fzero.sum_squares": OpInfo(fake="kept", meaning="sum"),
     # pieces, indices, losses

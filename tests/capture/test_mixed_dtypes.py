@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero import optim
+from fzero._torch_compat import FakeTensor, FakeTensorMode
 from fzero.capture import mixed_dtypes
 from fzero.errors import CaptureError
 
@@ -94,6 +95,33 @@ def test_what_eager_refuses_is_refused_at_its_line(name: str) -> None:
     ):
         lowered(MIXED[name], batch)
     lowered(MIXED[name], batch.float())
+
+
+@pytest.mark.parametrize("op", [aten.native_layer_norm.default, aten.native_group_norm.default], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_norm_of_two_dtypes_is_refused_where_a_device_has_no_kernel(op: Any, device: str) -> None:
+    """CUDA's kernels read a weight in the dtype of the values ("expected scalar type BFloat16 but found Float"), and
+    those of the processor take a wide one."""
+    mode = FakeTensorMode()
+
+    def fake(*shape: int, dtype: torch.dtype) -> FakeTensor:
+        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device(device))
+
+    def why(dtype: torch.dtype, of_weight: torch.dtype | None) -> str:
+        x, weight = fake(4, 6, dtype=dtype), None if of_weight is None else fake(6, dtype=of_weight)
+        args = (x, [6], weight, None, 1e-5) if "layer" in str(op) else (x, weight, None, 4, 6, 1, 3, 1e-5)
+        return mixed_dtypes.why(op, args)
+
+    said = why(torch.bfloat16, torch.float32)
+    assert (
+        said == ""
+        if device == "cpu"
+        else said.startswith(
+            "is given bf16[4, 6] and f32[6]: on cuda this norm needs one dtype. Cast one: F.layer_norm(x.float()"
+        )
+    )
+    assert why(torch.bfloat16, None) == why(torch.bfloat16, torch.bfloat16) == ""
+    assert why(torch.float32, torch.bfloat16) != ""
 
 
 def test_a_mask_that_keeps_an_op_wide_is_told_from_a_layer() -> None:

@@ -47,7 +47,9 @@ def pure(column_name: str) -> dict[Any, Any]:
 
 def test_every_row_is_of_an_op() -> None:
     """A word that names no op would never be asked for."""
-    assert [name for name in op_info._rows if not named(name) and not name.startswith(NOT_LOADED)] == []
+    gone = {"aten.cholesky.default"} if not hasattr(aten, "cholesky") else set()  # torch 2.14
+    named_none = {name for name in op_info._rows if not named(name) and not name.startswith(NOT_LOADED)}
+    assert named_none == gone
 
 
 def test_every_op_has_each_fact_from_one_row_or_by_default() -> None:

@@ -40,6 +40,8 @@ def listing(gm: fx.GraphModule) -> list[Any]:
         value = getattr(gm, node.target) if node.op == "get_attr" else None
         known = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
         target = value.tolist() if known else "input" if node.op == "placeholder" else node.target
+        if target is torch.ops.aten.alias.default:
+            target = torch.ops.aten.detach.default  # make_fx of torch 2.14 decomposes it
         vals = [form(x) for x in optree.tree_leaves(node.meta.get("val"))]  # torch keeps a list, or a tuple
         lines.append((node.op, str(target), str(args), str(dict(kwargs)), vals))
     return lines
@@ -166,6 +168,8 @@ def test_over_torchs_operator_database(name: str) -> None:
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, True, False), (False, True, True)])
 def test_forms_of_a_layer_norm(device: str, dtype: torch.dtype, of_weight: torch.dtype, wanted: Any) -> None:
     """Statistics of narrow rows differ by device, and its backward leaves out what nobody wants."""
+    if device != "cpu" and dtype != of_weight:
+        pytest.skip("CUDA's kernel takes no two dtypes, and a capture refuses them")
     mode = FakeTensorMode()
 
     def fake(*shape: int, like: torch.dtype) -> FakeTensor:

@@ -101,7 +101,12 @@ def test_a_sum_over_tokens_is_the_sum_of_those_of_chunks() -> None:
         (torch.add, (H, torch.randn(6, 6, 4)[:2]), {0: WHOLE, 1: TokenDim(2, 1, 0, 4)}, "do not hold the same tokens"),
         (lambda x: x[:, ::2], (H,), {0: WHOLE}, "other than a stretch"),
         (lambda x: x[1:], (ROWS,), {0: FLAT}, "other than a stretch"),
-        (torch.cholesky, (torch.randn(2, S, S),), {0: WHOLE}, "nothing is known of its dims|all tokens at once"),
+        (
+            torch.cholesky_inverse,
+            (torch.randn(2, S, S),),
+            {0: WHOLE},
+            "nothing is known of its dims|all tokens at once",
+        ),
         (lambda x: x.view(3, 4, 4), (ROWS,), {0: FLAT}, "mixes tokens with another dim"),
         (lambda x: x.view(2, 3, 2, 4), (H,), {0: WHOLE}, "mixes tokens with another dim"),
         (torch.add, (H, H), {0: WHOLE, 1: TokenDim(2, 1, 0, 4)}, "do not hold the same tokens"),
