@@ -328,10 +328,12 @@ USUAL = (
 )  # fmt: skip
 NOT_OFFERED = {  # what DTensor accepts; brute force refuses it, but for `any`
     aten.embedding_dense_backward.default: "sharded indices under scale_grad_by_freq: each rank counts its own",
-    aten.any.dim: "a sum of truths: ours is the maximum",
 }
-if torch.__version__ < (2, 14):
-    NOT_OFFERED[aten.cumsum.default] = "along a sharded dim that is counted from the end"
+if torch.__version__ < (2, 14):  # mended there
+    NOT_OFFERED |= {
+        aten.cumsum.default: "along a sharded dim that is counted from the end",
+        aten.any.dim: "a sum of truths: ours is the maximum",
+    }
 
 
 @pytest.mark.sampled(13)
