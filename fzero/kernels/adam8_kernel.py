@@ -29,7 +29,6 @@ from fzero.kernels.hyper import number, shrink
 
 BLOCK = 64
 ROWS = 16  # blocks of a program
-REGISTERS = 96  # of a thread: left alone, the assembler of Triton 3.8 keeps to 64 on sm_80, and spills
 
 
 # ---- reference -------------------------------------------------------------------------------------------------------
@@ -169,8 +168,7 @@ def adamw8_(
     if rate is None or root is None:
         rate, root = hyper.bias_corrections(count, lr, beta1, beta2)
     args = (*new, param, grad, *moments, count, lr, rate, root, size, beta1, 1 - beta1, beta2, 1 - beta2, eps)
-    constants = {"DECAY": weight_decay, "BLOCK": BLOCK, "ROWS": ROWS}
-    exact(_adam8_kernel, -(-size // (BLOCK * ROWS)), here, *args, maxnreg=REGISTERS, **constants)
+    exact(_adam8_kernel, -(-size // (BLOCK * ROWS)), here, *args, DECAY=weight_decay, BLOCK=BLOCK, ROWS=ROWS)
 
 
 def adamw8(
