@@ -299,8 +299,8 @@ def test_every_kernel_becomes_a_cubin_without_spills(
 
 
 def _spills(name: str) -> int:
-    """The bytes of registers that a kernel may spill. Triton 3.8's assembler keeps two kernels to 64 and 80 registers by
-    itself. A `maxnreg` that leaves them more leaves fewer threads at a time; no device has said which is faster."""
+    """The bytes of registers that a kernel may spill. Triton 3.8's assembler keeps two of them to 64 and 80 registers.
+    A `maxnreg` that leaves them more leaves fewer threads at a time; no device has said which is faster."""
     import triton
 
     newer = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
