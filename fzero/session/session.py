@@ -207,8 +207,9 @@ class Session:
                 lowered = checked_step(self.spec, like, batch, self.plan, context, fn, phase)
         forget_fakes(MAX_FAKES)
         return_freed()
+        of_phase = f"phase {lowered.phase!r}: " if lowered.phase else ""
         for name, chosen in lowered.choices.items():
-            log.log(logging.WARNING if name == "idle" else logging.INFO, "fzero: %s", chosen)
+            log.log(logging.WARNING if name == "idle" else logging.INFO, "fzero: %s%s", of_phase, chosen)
         return lowered
 
     def bind(self, lowered: Lowered) -> Executor:
