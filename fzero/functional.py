@@ -188,7 +188,13 @@ def pmean(x: Any, axis: str | None = None) -> Any:
 
 
 def psum(x: Any, axis: str | None = None) -> Any:
-    """The sum over the ranks of the data axes, added in rank order, of every leaf. x, axis: as in `pmean`."""
+    """The sum over the ranks of the data axes, added in rank order, of every leaf. x, axis: as in `pmean`.
+
+    Bools are counted, in int64, as `torch.sum` counts them.
+
+    >>> psum(torch.tensor(2.0) > 1)  # outside a step: one rank
+    tensor(1)
+    """
     return _preduce(x, "sum", axis)
 
 
@@ -302,6 +308,8 @@ def _preduce(x: Any, op: str, axis: str | None) -> Any:
             raise CaptureError(f"fzero.pmean of {describe(leaf)}: needed a real dtype. Use torch.view_as_real(x)")
         if op == "mean" and not leaf.dtype.is_floating_point:
             return leaf if tracing is None else torch.ops.fzero.equal(leaf)
+        if op == "sum" and leaf.dtype is torch.bool:
+            leaf = leaf.to(torch.int64)
         return torch.ops.fzero.reduce(leaf.contiguous(), op, axis)
 
     return tree.map_with_path(reduced, x)

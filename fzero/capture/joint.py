@@ -26,13 +26,25 @@ from fzero import tree
 from fzero.capture.ambient_rng import Keyed
 from fzero.capture.context import active
 from fzero.capture.leaves import check_leaf
-from fzero.capture.provenance import defined_at, describe
+from fzero.capture.provenance import defined_at, describe, shown
 from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir.code_ops import coded
 from fzero.precision import LOW, Precision
 
 log = logging.getLogger("fzero")
+
+
+def no_tensor(name: str, value: Any, fix: str) -> CaptureError:
+    """The error for a metric or aux, of this name, that is not a tensor."""
+    if isinstance(value, Mean):
+        return CaptureError(
+            f"{name} is an fzero.Mean: only a loss, its metrics, fzero.forward and fzero.evaluate return one. Take "
+            "the quotient in the step: fzero.psum(total) / fzero.psum(count.float())"
+        )
+    return CaptureError(
+        f"{name} is the Python value {shown(value)}: it would stay what it was at the first step. {fix}"
+    )
 
 
 @dataclass(frozen=True)
@@ -226,10 +238,8 @@ class Joint:
         paths, leaves, self.marks.aux_treedef = tree.flatten(aux)
         for path, leaf in zip(paths, leaves, strict=True):
             if not isinstance(leaf, Tensor):
-                raise CaptureError(
-                    f"{leaf_name('aux', path)} of {defined_at(self.fn)} is the Python value {leaf!r}: it would stay "
-                    "what it was at the first step. Return a tensor, or leave it out"
-                )
+                name = f"{leaf_name('aux', path)} of {defined_at(self.fn)}"
+                raise no_tensor(name, leaf, "Return a tensor, or leave it out")
             check_leaf(leaf_name("aux", path), leaf)
         return loss, count, leaves
 
@@ -245,10 +255,7 @@ class Joint:
                 kinds += ["total", "count"]
                 continue
             if not isinstance(leaf, Tensor):
-                raise CaptureError(
-                    f"{name} is the Python value {leaf!r}: it would stay what it was at the first step. Return a "
-                    "tensor or an fzero.Mean, or leave it out"
-                )
+                raise no_tensor(name, leaf, "Return a tensor or an fzero.Mean, or leave it out")
             if leaf.dtype.is_complex:
                 raise CaptureError(f"{name} is {describe(leaf)}: needed a real tensor. Return its .abs()")
             check_leaf(name, leaf)

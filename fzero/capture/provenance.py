@@ -60,7 +60,17 @@ def describe(value: Any) -> str:
         return value.text
     if isinstance(value, torch.Tensor):
         return f"{DTYPE_NAMES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
+    return f"{type(value).__name__} {shown(value)}"
+
+
+def shown(value: Any) -> str:
+    """The repr of a value, on one line and cut at 200 characters: that of a dataclass of tensors has no end.
+
+    >>> shown("x" * 1000)[-8:]
+    'xxxx ...'
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:196].rstrip()} ..."
 
 
 def name_of(value: Any, fns: Sequence[Callable[..., Any]]) -> str:

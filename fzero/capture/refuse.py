@@ -26,7 +26,7 @@ from fzero._torch_compat import (
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.context import Tracing
 from fzero.capture.provenance import describe, is_users, name_of, user_line
-from fzero.capture.remedies import FUNCTIONS, IN_GENERAL, NO_VIEW, RAGGED, REMEDIES, TORCH_SAYS
+from fzero.capture.remedies import FUNCTIONS, IN_GENERAL, IN_PLACE, INDEXED, NO_VIEW, RAGGED, REMEDIES, TORCH_SAYS
 from fzero.errors import CaptureError
 from fzero.ir import fx_nodes
 from fzero.recurrent import layers
@@ -50,7 +50,7 @@ def check_graph(gm: fx.GraphModule, names: Sequence[str], fns: Fns, *, in_region
             if root in inputs:
                 raise CaptureError(
                     f"{inputs[root]} is changed in place by {node.target} at {where}: a step is pure. "
-                    "Return a new value instead"
+                    f"{IN_PLACE.get(str(node.target), 'Return a new value instead')}"
                 )
             if root.op == "get_attr":
                 raise closed_over_write(fns, attribute(gm, root), node.target, where)
@@ -260,8 +260,20 @@ def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureErr
         where, code = library
         text += f"; {where} asks for it: `{code}`"
         code = f"{where} {code}"
+    elif value_name == "aten._local_scalar_dense.default" and _is_subscript(error):
+        return CaptureError(f"{text}. {INDEXED}")
     remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{value_name} {code}")
     return CaptureError(f"{text}. {next(remedies, IN_GENERAL)}")
+
+
+def _is_subscript(error: Exception) -> bool:
+    """Whether the user's innermost line was at `x[i]`, `x[i:j]` or an assignment to one."""
+    op, trace_back = "", error.__traceback__
+    while trace_back is not None:
+        code = trace_back.tb_frame.f_code
+        op = dis.opname[code.co_code[trace_back.tb_lasti]] if is_users(code.co_filename) else op
+        trace_back = trace_back.tb_next
+    return op in ("BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE")
 
 
 def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:
@@ -283,7 +295,7 @@ def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:
 def _library(filename: str) -> str | None:
     """The path of an installed file from its package on; None for a user's file, fzero, optree and most of torch."""
     _, _, inner = filename.rpartition("site-packages/")
-    shown = ("torch/distributions", "torch/nn", "torch/functional", "torch/optim", "torch/utils/data")
+    shown = ("torch/ao", "torch/distributions", "torch/nn", "torch/functional", "torch/optim", "torch/utils/data")
     if inner == filename or (inner.startswith("torch/") and not inner.startswith(shown)):
         return None
     return inner if not inner.startswith(("fzero/", "optree/")) else None

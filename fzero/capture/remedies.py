@@ -89,6 +89,19 @@ IN_GENERAL = (
     "given as fzero.static(x): a program of each of its values"
 )
 
+INDEXED = (
+    "Python's subscript asks a tensor for its number. Instead of x[i] write x[i[None]][0] (of a list xs: "
+    "torch.stack(xs)[i[None]][0]), and instead of x[i : i + n] write x[i + torch.arange(n)]. Assignments are "
+    "x[i[None]] = y and x[i + torch.arange(n)] = y"
+)
+
+# an op that writes to its operand -> the remedy, where it is not to return a new value
+IN_PLACE = {
+    "aten.embedding_renorm_.default": "max_norm= rescales the rows of a weight that are looked up: leave it out, and "
+    "rescale all of them in a step of your own, before the gradient: "
+    "w * (max_norm / (w.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1)",
+}
+
 _GLOBAL = (
     "It looks for tokens with global attention, in the product of attention_mask and global_attention_mask: leave "
     "attention_mask= out where nothing is padded, or give both closed over or as fzero.static(mask)"
@@ -132,5 +145,7 @@ REMEDIES = {
     "input_lengths, (labels >= 0).sum(-1))",
     "float(self.num_batches_tracked)": "A BatchNorm with momentum=None divides by the number of batches so far, a "
     "value of the state: give it a number, as in module.momentum = 0.1, before from_module",
+    "torch/ao/quantization": "Its FakeQuantize asks for switches and limits that are buffers. "
+    "FusedMovingAvgObsFakeQuantize, as of get_default_qat_qconfig(), is one op and asks for none",
     "torch_geometric": "Say how many nodes there are (num_nodes=, dim_size=), and add self loops outside of the step",
 }

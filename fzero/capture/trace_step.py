@@ -23,6 +23,7 @@ from fzero._torch_compat import FakeTensorMode, is_fake
 from fzero.capture.context import Tracing, while_active
 from fzero.capture.fold_updates import fold_updates
 from fzero.capture.graph import Graph, PerRank
+from fzero.capture.joint import no_tensor
 from fzero.capture.known import Closed
 from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import describe, found_name
@@ -153,10 +154,8 @@ def _check_metrics(paths: list[str], metrics: list[Any]) -> None:
     check_names("metrics", paths)
     for name, value in zip(paths, metrics, strict=True):
         if not isinstance(value, torch.Tensor):
-            raise CaptureError(
-                f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
-                "Return a tensor computed from the state or the batch, or keep it out of the metrics"
-            )
+            fix = "Return a tensor computed from the state or the batch, or keep it out of the metrics"
+            raise no_tensor(f"metric {name!r}", value, fix)
         check_leaf(leaf_name("metrics", name), value)
 
 

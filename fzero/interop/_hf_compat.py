@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
-from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, is_fake
+from fzero._torch_compat import DataDependentOutputException, DynamicOutputShapeException, forward_hooks, is_fake
 from fzero.capture.context import active
 from fzero.errors import CaptureError
 
@@ -166,3 +168,13 @@ def _both(every: list[MaskParts]) -> MaskParts:
         given = [value for part in every if (value := getattr(part, field)) is not None]
         found[field] = min(given) if field in ("left", "right") and given else next(iter(given), None)
     return MaskParts(**found)
+
+
+def recomputed(module: nn.Module) -> Iterator[torch.Tensor]:
+    """The weights that a hook before each forward computes anew from the parameters: those of `torch.nn.utils.prune`
+    and of `torch.nn.utils.weight_norm` (2.11.0, 2.13.0). They have a graph, and so cannot be copied."""
+    for part in module.modules():
+        for hook in forward_hooks(part)[1].values():
+            name = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", "")
+            if isinstance(hook, (WeightNorm, BasePruningMethod)) and isinstance(part.__dict__.get(name), torch.Tensor):
+                yield part.__dict__[name]

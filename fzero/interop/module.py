@@ -228,6 +228,8 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     ours = {id(value) for value in memo.values()}
+    for weight in _hf_compat.recomputed(module):
+        memo[id(weight)] = torch.empty_like(weight, device="meta")
     try:
         skeleton, bound, memo = closures.copied(module, closures.bound(module), memo)
     except Exception as error:

@@ -207,8 +207,7 @@ class Session:
                 lowered = checked_step(self.spec, like, batch, self.plan, context, fn, phase)
         forget_fakes(MAX_FAKES)
         return_freed()
-        for name, chosen in lowered.choices.items():
-            log.log(logging.WARNING if name == "idle" else logging.INFO, "fzero: %s", chosen)
+        _tell(lowered)
         return lowered
 
     def bind(self, lowered: Lowered) -> Executor:
@@ -309,6 +308,13 @@ class Session:
 def _called(fn: Callable[..., Any] | None) -> Called | None:
     """A function of an evaluation as part of a key; None of the step."""
     return None if fn is None else Called(fn)
+
+
+def _tell(lowered: Lowered) -> None:
+    """Logs what was decided, and as a warning what was asked for and changes nothing."""
+    of_phase = f"phase {lowered.phase!r}: " if lowered.phase else ""
+    for name, chosen in lowered.choices.items():
+        log.log(logging.WARNING if name == "idle" else logging.INFO, "fzero: %s%s", of_phase, chosen)
 
 
 def _with_last(table: Mapping[Any, Any], key: Any, value: Any) -> dict[Any, Any]:

@@ -176,8 +176,11 @@ def _refuse_leaf(versions: Versions, node: fx.Node) -> NoReturn:
             f"axis outside of it. Cut the dim over both, the outer axis first, as P(('tp', 'mp')), over the outer "
             "one alone, or keep it whole: P() before the rule that matches it"
         )
+    place = versions.operands(node).index(x)
+    elsewhere = any(isinstance(strategy.inputs[place], Shard) for strategy in versions.allowed(node))
     raise SpecError(
         f"{what}, and {node.target} "
         f"{node.meta.get('source', '')} needs all of it: {x.meta['val'].nbytes:,} bytes would travel each "
-        "time. Cut another dim of it, or keep it whole: P() before the rule that matches it"
+        f"time. {'Cut another dim of it, or keep' if elsewhere else 'Keep'} it whole: P() before the rule that "
+        "matches it"
     )

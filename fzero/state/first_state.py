@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -147,8 +148,19 @@ def _as_tensor(path: str, leaf: Any, ranks: int) -> torch.Tensor:
         return torch.full((), leaf, dtype=dtype)
     raise TreeError(
         f"{leaf_name('state', path)} is {describe(leaf)}: a state holds tensors (and plain numbers, which become 0-d "
-        "tensors). Keep it outside the state, or make it a tensor"
+        f"tensors). {_as_tensors(leaf)}"
     )
+
+
+def _as_tensors(leaf: Any) -> str:
+    """What makes tensors of a leaf that is none."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return "Give torch.as_tensor(x)"
+    if isinstance(leaf, torch.nn.Module):
+        return "Give the parameters and buffers of fzero.interop.from_module(x)"
+    if is_dataclass(leaf):
+        return "Give vars(x), a dict of its fields, or make the class a NamedTuple, whose fields are leaves too"
+    return "Keep it outside the state, or make it a tensor"
 
 
 def _shapes_only(gm: fx.GraphModule) -> None:

@@ -293,6 +293,41 @@ def test_the_remedies_work() -> None:
 # --- what only the backward, or fzero itself, does --------------------------------------------------------------------
 
 
+SUBSCRIPTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]] = {
+    "x[i]": (lambda x, i: x[i], lambda x, i: x[i[None]][0]),
+    "x[i : i + 2]": (lambda x, i: x[i : i + 2], lambda x, i: x[i + torch.arange(2)]),
+    "x[:, i]": (lambda x, i: x[:, i], lambda x, i: x[:, i[None]][:, 0]),
+    "list": (lambda x, i: [x, 2 * x, 3 * x][i], lambda x, i: torch.stack([x, 2 * x, 3 * x])[i[None]][0]),
+    "x[i] =": (lambda x, i: _assigned(x, i, 1), lambda x, i: _assigned(x, i[None], 1)),
+    "x[i : i + 2] =": (
+        lambda x, i: _assigned(x, slice(i, i + 2), 2),
+        lambda x, i: _assigned(x, i + torch.arange(2), 2),
+    ),
+}
+
+
+def _assigned(x: Any, where: Any, rows: int) -> Any:
+    x = x.clone()
+    x[where] = x.new_full((rows, x.shape[1]), 3.0) if rows > 1 else 3.0
+    return x
+
+
+@pytest.mark.parametrize("name", SUBSCRIPTS)
+def test_a_tensor_as_an_index_is_refused_and_the_remedy_has_its_numbers(name: str) -> None:
+    """The complaint: "keep the 0-d tensor", of one that was kept, as the place in a queue is."""
+    asks, remedy = SUBSCRIPTS[name]
+    text = refused(lambda p, b: (asks(b, b[0, 0].long()) * p["w"].sum()).sum())
+    assert "Instead of x[i] write x[i[None]][0] " in text
+    assert "x.item()" not in text
+    assert torch.equal(remedy(batch(), torch.tensor(1)), asks(batch(), 1))
+    agrees(lambda p, b: (remedy(b, b[0, 0].long()) * p["w"].sum()).sum())
+
+
+def test_a_number_that_is_asked_for_beside_a_subscript_has_the_general_remedy() -> None:
+    text = refused(lambda p, b: (b[:, : int(b.sum())] @ p["w"]).sum())
+    assert "instead of x.item() keep the 0-d tensor" in text
+
+
 def test_a_refusal_of_the_backward_names_the_line_of_the_forward() -> None:
     def assigned(p: Any, b: Tensor) -> Tensor:
         h = b * p["w"]

@@ -1,9 +1,11 @@
 """A captured step: what the two levels hold, what it returns, and what torch offers inside it."""
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from capturing import (
@@ -52,6 +54,36 @@ def test_other_python_values_in_the_state_are_refused(value: Any) -> None:
     said(
         TreeError, lambda: fzero.init({"p": params(), "v": value}, spec), "state['v'] is", repr(value), "a state holds"
     )
+
+
+@dataclass
+class Fields:
+    w: Any
+
+
+NO_TENSORS = {
+    "dataclass": (Fields({"w": torch.zeros(40, 40)}), "Give vars(x), a dict of its fields"),
+    "module": (torch.nn.Linear(2, 2), "fzero.interop.from_module(x)"),
+    "numpy": (np.ones(3), "Give torch.as_tensor(x)"),
+    "numpy's number": (np.float32(1), "Give torch.as_tensor(x)"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_makes_tensors_of_it_is_said_on_a_line(name: str) -> None:
+    """The complaint: the elements of all tensors of a dataclass, and "make it a tensor"."""
+    value, fix = NO_TENSORS[name]
+    spec = fzero.Spec(step=lambda s, b: (s, {}))
+    message = said(TreeError, lambda: fzero.init({"p": params(), "v": value}, spec), "state['v'] is", fix)
+    assert "\n" not in message
+    assert len(message) < 450
+
+
+def test_a_mean_that_is_no_losss_is_refused_with_the_quotient() -> None:
+    fix = "fzero.psum(total) / fzero.psum(count.float())"
+    refused_step(lambda s, b: (s, {"m": fzero.Mean(b.sum(), 4)}), "metric 'm' is an fzero.Mean", fix)
+    how = fzero.value_and_grad(lambda p, b: (mean_square(p, b), {"m": fzero.Mean(b.sum(), 4)}), has_aux=True)
+    refused_step(lambda s, b: (s, {"v": how(s["p"], b)[0][0]}), "aux['m'] of <lambda>", "is an fzero.Mean", fix)
 
 
 def test_a_python_number_returned_for_a_leaf_is_refused() -> None:

@@ -6,6 +6,7 @@ what is refused with what to do about it. Hugging Face's models are in test_hf.p
 
 import copy
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from cases import stage_of
 from helpers import relative, run, same_bits
 from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
+from torch.nn.utils import prune
 
 import fzero
 from fzero import tree
@@ -214,6 +217,35 @@ def test_parametrised_weights() -> None:
     assert all(torch.equal(new[name], value) for name, value in spectral.named_buffers())
 
 
+WEIGHTS_OF_HOOKS: dict[str, Any] = {
+    "weight_norm": nn.utils.weight_norm,
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "pruned twice": lambda layer: prune.random_unstructured(prune.l1_unstructured(layer, "weight", 0.3), "weight", 0.3),
+}
+
+
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS_OF_HOOKS)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_weights_that_a_hook_computes(name: str, ran: bool) -> None:
+    """The complaint: "cannot be copied ... tensors with a graph", of a weight that the next forward makes anew."""
+    module = seeded(lambda: nn.Sequential(WEIGHTS_OF_HOOKS[name](nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)))
+    if ran:
+        module(data(2, 4))
+    weight = module[0].weight
+    params, buffers, apply = from_module(module)
+    assert module[0].weight is weight
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).square().mean(), optimizer=fzero.optim.sgd(0.1), zero=3)
+    result = run(spec, params, lambda rank, step: data(6, 4, seed=rank), world=2, steps=2)
+    stepper = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        stepper.zero_grad()
+        module(torch.cat([data(6, 4, seed=rank) for rank in range(2)])).square().mean().backward()
+        stepper.step()
+    for path, value in module.named_parameters():
+        assert relative(result.final[f"params/{path}"], value.detach()) <= 1e-5, path
+
+
 def test_apply_takes_transforms_and_keywords() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor, *, params: float = 1.0) -> Tensor:  # type: ignore[override]
@@ -284,6 +316,69 @@ def test_a_batch_norm_that_averages_all_batches_so_far_is_refused_with_its_remed
     first, step = fzero.interop.with_buffers(loss, params, buffers, fzero.optim.sgd(0.1))
     with pytest.raises(fzero.CaptureError, match=r"momentum=None .* a value of the state: give it a number"):
         fzero.lower(fzero.Spec(step=step), first, data(6, 4))
+
+
+def test_fake_quantisation() -> None:
+    """torch's fused one trains; the other one asks for switches that are buffers, and the refusal names the fused."""
+    asks, fused = (
+        nn.Sequential(nn.Linear(4, 3), make(observer=MovingAverageMinMaxObserver, quant_min=0, quant_max=255))
+        for make in (FakeQuantize, FusedMovingAvgObsFakeQuantize)
+    )
+
+    def made(module: nn.Module) -> Any:
+        params, buffers, apply = from_module(module, mutable=True)
+
+        def loss(params: Any, buffers: Any, x: Tensor) -> Any:
+            output, buffers = apply(params, buffers, x)
+            return output.square().mean(), buffers
+
+        return fzero.interop.with_buffers(loss, params, buffers, fzero.optim.sgd(0.1))
+
+    first, step = made(asks)
+    with pytest.raises(
+        fzero.CaptureError, match=r"fake_quantize.py:\d+ in forward asks .*FusedMovingAvgObsFakeQuantize"
+    ):
+        fzero.lower(fzero.Spec(step=step), first, data(6, 4))
+    first, step = made(fused)
+    result = run(fzero.Spec(step=step), first, lambda rank, step: data(6, 4, seed=step), world=2, steps=2)
+    for number in range(2):
+        fused(data(6, 4, seed=number)).square().mean().backward()
+        with torch.no_grad():
+            for p in fused.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    for path, value in [*fused.named_parameters()]:
+        assert relative(result.final[f"params/{path}"], value.detach()) <= 1e-5, path
+    for path, value in fused.named_buffers():
+        assert torch.allclose(result.final[f"buffers/{path}"], value, rtol=1e-5), path
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, partial(nn.EmbeddingBag, mode="sum")])
+def test_an_embedding_with_a_maximum_norm_is_refused_and_its_remedy_has_the_same_numbers(make: Any) -> None:
+    words, module = torch.tensor([[0, 2, 2], [1, 0, 3]]), seeded(lambda: make(5, 4, max_norm=0.5))
+    params, buffers, apply = from_module(module)
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).sin().mean(), optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(
+        fzero.CaptureError, match=r"params\['weight'\] is changed in place by .*max_norm= .*leave it out"
+    ):
+        fzero.lower(spec, params, words)
+    _, _, plain = from_module(make(5, 4))
+
+    def step(state: Any, x: Tensor) -> Any:
+        w = state["weight"]
+        state = {"weight": w * (0.5 / (w.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1)}
+        value, grads = fzero.value_and_grad(lambda p, x: plain(p, buffers, x).sin().mean())(state, x)
+        return tree.map(lambda p, g: p - 0.1 * g, state, grads), {"loss": value}
+
+    result = run(fzero.Spec(step=step), params, lambda rank, step: words, world=2, steps=2)
+    weight = module.weight.detach().clone()
+    for _ in range(2):
+        module.weight.grad = None
+        module(words).sin().mean().backward()
+        with torch.no_grad():
+            module.weight -= 0.1 * module.weight.grad
+    assert relative(result.final["weight"][:4], module.weight.detach()[:4]) <= 1e-6  # row 4 is never looked up
+    assert not torch.equal(module.weight.detach(), weight)
 
 
 def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixture) -> None:

@@ -401,6 +401,23 @@ def test_pmean_psum_and_pmax(world: int, zero: int) -> None:
     assert all(relative(m["spread"], xs.max() - xs.min()) < 1e-6 for m in result.metrics[0])
 
 
+def test_psum_counts_bools() -> None:
+    """The complaint: True of two ranks was True, and not 2."""
+
+    def step(state: Any, batch: Any) -> Any:
+        counted = fzero.psum(batch["x"] > 0)
+        return {"seen": state["seen"] + counted}, {"count": counted}
+
+    def batch(rank: int, step: int) -> Any:
+        return {"x": floats(rank, step, 5)}
+
+    state = {"seen": torch.zeros(5, dtype=torch.int64)}
+    result = run(fzero.Spec(step=step), state, batch, world=3, steps=2)
+    counts = [sum((batch(rank, number)["x"] > 0).long() for rank in range(3)) for number in range(2)]
+    assert torch.equal(result.final["seen"], counts[0] + counts[1])
+    assert all(torch.equal(m["count"], counts[1]) for m in result.metrics[1])
+
+
 # --- two networks -----------------------------------------------------------------------------------------------------
 
 G_TX, D_TX = optim.sgd(0.05, momentum=0.5), optim.adam(1e-2)

@@ -107,9 +107,19 @@ def test_a_leaf_that_would_have_to_move_is_refused() -> None:
     view = draft.call(aten.view.default, w, [64])
     gm = draft.returning(draft.call(aten.cumsum.default, view, 0))
     names = {w: "params/w"}
-    with pytest.raises(SpecError, match=r"params/w lies as S0, and aten.cumsum.default  needs all of it: 256 bytes"):
+    text = r"params/w lies as S0, and aten.cumsum.default  needs all of it: 256 bytes .*time\. Keep it whole"
+    with pytest.raises(SpecError, match=text):
         cheapest(problem_of(gm, [S0], [R], leaves=(0,), names=names))
     assert cheapest(problem_of(gm, [S0], [R], names=names))  # no leaf: it is gathered
+
+
+def test_another_dim_is_named_where_an_op_bears_it() -> None:
+    draft = Draft()
+    w = draft.input(8, 8)
+    gm = draft.returning(draft.call(aten.cumsum.default, w, 0))
+    with pytest.raises(SpecError, match=r"Cut another dim of it, or keep it whole"):
+        cheapest(problem_of(gm, [S0], [R], leaves=(0,), names={w: "params/w"}))
+    assert cheapest(problem_of(gm, [S1], [S1], leaves=(0,), names={w: "params/w"}))
 
 
 @pytest.mark.parametrize("size", [16, 1024])
