@@ -153,8 +153,9 @@ def _check_metrics(paths: list[str], metrics: list[Any]) -> None:
     check_names("metrics", paths)
     for name, value in zip(paths, metrics, strict=True):
         if not isinstance(value, torch.Tensor):
+            what = f"metric {name!r}" if name else "metrics"
             raise CaptureError(
-                f"metric {name!r} is the Python value {value!r}: it would stay what it was at the first step. "
+                f"{what} is the Python value {value!r}: it would stay what it was at the first step. "
                 "Return a tensor computed from the state or the batch, or keep it out of the metrics"
             )
         check_leaf(leaf_name("metrics", name), value)
