@@ -84,6 +84,9 @@ class LossScale:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise SpecError(f"LossScale({name}={value!r}): needed a positive int")
+        for name in ("dynamic", "consecutive_hysteresis"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"LossScale({name}={getattr(self, name)!r}): needed True or False")
 
     def init(self, device: torch.device | str | None = None) -> dict[str, Tensor]:
         """`scale` (fp32), and counts (int64): `clean` steps in a row, `hysteresis` left (0 after an overflow at the

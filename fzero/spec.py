@@ -82,7 +82,7 @@ class Spec:
     gather_bytes: the maximum bytes of gathered buffers at one time. None: as many as `prefetch` needs. With two data
     axes, slices in flight between the two are additional.
     prefetch_bytes: a gather starts early only while gathered buffers stay below this. A segment that needs more still
-    gets what it needs, so no number is too small.
+    gets what it needs, so 1 is enough.
     overlap: False waits for every transfer at its start (same bits, slower).
     remat: "none", "full" (a layer saves its input and recomputes the rest in the backward), "gathers" (with
     `sequence=`: activations that a layer gathered are gathered again), "offload" (saved activations are on the host

@@ -75,7 +75,7 @@ class Training:
         if not local:
             grads, metrics = self._clipped(grads, metrics)
         master = self._master(train)
-        updates, opt_state = self.optimizer.update(grads, state["opt_state"], master)
+        updates, opt_state = _pair(self.optimizer.update(grads, state["opt_state"], master))
         train = self._rounded(optim.apply_updates(master, updates), train, draw)
         new = {"params": tree.merge(train, frozen), "opt_state": opt_state}
         if "error" in state:
@@ -191,6 +191,16 @@ def _check_names(loss: Callable[..., Any], metrics: Mapping[str, Any]) -> None:
             f"metric {taken!r} of {defined_at(loss)}: the step has a metric of that name ({', '.join(STEPS_OWN)} are "
             "its own). Give it another"
         )
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    """What an optimizer's update returned. Raises TreeError unless it is a pair."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TreeError(
+            f"the optimizer's update returned {type(result).__name__}: needed (updates, opt_state), as "
+            "GradientTransformation(init, update) says"
+        )
+    return result
 
 
 def _where(finite: torch.Tensor, new: dict[str, Any], old: Any) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def _check_metrics(paths: list[str], metrics: list[Any]) -> None:
     for name, value in zip(paths, metrics, strict=True):
         if not isinstance(value, torch.Tensor):
             fix = "Return a tensor computed from the state or the batch, or keep it out of the metrics"
-            raise no_tensor(f"metric {name!r}", value, fix)
+            raise no_tensor(f"metric {name!r}" if name else "metrics", value, fix)
         check_leaf(leaf_name("metrics", name), value)
 
 

@@ -300,7 +300,8 @@ def _compared(here: Mapping[str, Entry], saved: Checkpoint, strict: bool) -> Dif
             f"does not have the leaves of this state. Nothing was loaded.\n{differences}\n"
             "Give fzero.load the spec and tree that were saved, or strict=False, which loads what fits",
         )
-    if here.keys() <= differences.unfit:
+    sized = {path for path, entry in here.items() if entry.shape}  # a count alone fits any state
+    if (sized or here.keys()) <= differences.unfit:
         raise MismatchError(
             saved.directory, f"has no leaf of this state that fits: strict=False would load nothing.\n{differences}"
         )

@@ -22,8 +22,8 @@ def notes(programs: Mapping[int, Program], wanted: LoweringOptions) -> dict[str,
         said["gradients"] = _gradients(programs[0])
     if lent := _lent(programs):
         said["pipeline"] = lent
-    if idle := _idle(programs, wanted.remat):
-        said["idle"] = idle
+    if idle := [text for text in (_idle(programs, wanted.remat), _stays(programs, wanted)) if text]:
+        said["idle"] = "; ".join(idle)
     known = backend.of_transport(programs[0].transport)
     if known.records_graphs and wanted.cuda_graph:
         found = [why for program in programs.values() if (why := obstacle(program, torch.device(known.name)))]
@@ -53,6 +53,14 @@ def _idle(programs: Mapping[int, Program], remat: Mapping[str, str]) -> str:
     return (
         "remat='full' changes nothing: no layer whose leaves match its rules keeps a value that only its backward reads"
     )
+
+
+def _stays(programs: Mapping[int, Program], wanted: LoweringOptions) -> str:
+    """That `offload=` takes nothing of the state off the device, as text; "" if it does, or was not given."""
+    spaces = {b.space for program in programs.values() for b in program.buffers.values()}
+    if not wanted.offloads or wanted.gradients or not spaces.isdisjoint((HOST, DISK)):
+        return ""
+    return "offload= changes nothing: the optimizer keeps only scalars, which stay on the device"
 
 
 def _lent(programs: Mapping[int, Program]) -> str:

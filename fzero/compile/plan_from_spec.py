@@ -100,5 +100,8 @@ def check_rules(field_name: str, rules: Iterable[str], paths: Iterable[str]) -> 
     paths = list(paths)
     for rule in rules:
         if rule != "**" and not any(tree.matches(rule, path) for path in paths):
-            known = {path.rpartition("/")[0] + "/**" for path in paths if "/" in path} | set(paths)
-            raise SpecError(f"{field_name}: the rule {rule!r} matches no leaf.{tree.suggest(rule, known)}")
+            names = [path.split("/") for path in paths]
+            known = {"/".join([*name[:n], "**"]) for name in names for n in range(1, len(name))} | set(paths)
+            below = [name for name in known if name.endswith(f"/{rule}")]
+            whole = min(below, key=lambda name: (name.count("/"), name), default=rule)
+            raise SpecError(f"{field_name}: the rule {rule!r} matches no leaf.{tree.suggest(whole, known)}")

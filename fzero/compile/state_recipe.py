@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from fzero.capture import ambient
 from fzero.capture.graph import PerRank
 from fzero.capture.joint import asks_key
 from fzero.capture.leaves import check_hooks, check_leaf, check_names
+from fzero.capture.provenance import defined_at
 from fzero.compile.collector import collector_paused
 from fzero.errors import TreeError, leaf_name
 from fzero.ir.fx_values import extent_bytes
@@ -40,6 +42,7 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     wants = key is not None or needs_key(spec)
     start = (random.key(0) if key is None else key).to(device)
     if callable(params) and not isinstance(params, torch.nn.Module):
+        _check_function(params)
         return Recipe(lambda k: _whole(spec, _not_empty(params(k)), k if wants else None), [start], device, ranks)
     if isinstance(params, torch.nn.Module):
         raise TreeError(
@@ -69,6 +72,21 @@ def recipe_for(spec: Spec, params: Any, key: torch.Tensor | None, device: torch.
     if source is not None:
         recipe.inputs[: len(paths)] = [Deferred(source, path) for path in paths]
     return recipe
+
+
+def _check_function(params: Callable[..., Any]) -> None:
+    """Raises TreeError for a function that cannot be called with a key."""
+    try:
+        signature = inspect.signature(params)
+    except (TypeError, ValueError):  # a built-in that does not say
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TreeError(
+            f"{defined_at(params)} makes the first state, and is called with a key: {error}. Write it as "
+            "`lambda key: ...`, or give the tensors themselves"
+        ) from None
 
 
 def check_key(name: str, key: Any) -> None:

@@ -42,7 +42,7 @@ from fzero.passes.pipeline.by_role import by_role
 from fzero.pipeline import Schedule
 from fzero.plan.pipeline_cut import UNCUT
 from fzero.plan.state_plan import Plan
-from fzero.shard.coded_sums import coded_sums
+from fzero.shard.coded_sums import coded_bytes, coded_sums
 from fzero.shard.owned_operands import owned_operands
 from fzero.spec import Spec
 
@@ -103,6 +103,9 @@ def _captured(step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan
     kept = asked.context.kept if asked.context.deciders is decide.DECIDERS else NOTHING
     kept = kept.of_step(graph, axes, cuts, asked.wanted.sequence)
     local, sharding = local_step(graph, plan, asked.wanted.sequence, kept=kept)
+    if sharding is not None and (codec := step.precision.sums) is not None:
+        regions = [coded_bytes(region.gm, codec) for region in local.regions]
+        sharding = sharding.coded(codec, {key: nbytes for sent in regions for key, nbytes in sent.items()})
     for rewrite in _rewrites(step, sharding):
         local = local.rewritten(rewrite)
     return graph, pad.padded(local), sharding, kept

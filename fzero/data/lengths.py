@@ -49,6 +49,9 @@ def pad_to(batch: Any, to: To, values: Values = 0, *, dim: int = 1) -> Any:
     """
     _check_to("pad_to", to)
     rules = values if isinstance(values, Mapping) else {"**": values}
+    for rule, padding in rules.items():
+        if not isinstance(padding, (int, float)):
+            raise DataError(f"pad_to(values=...): {rule!r} is padded with {padding!r}: needed a number, as 0 or -100")
     paths, leaves, treedef = tree.flatten(batch)
     for rule in rules:
         if not any(tree.matches(rule, path) for path in paths):

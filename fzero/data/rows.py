@@ -69,6 +69,7 @@ def batches(
     """
     rank, world_size = place(rank, world_size, mesh)
     part = _part(batch_size, rank, world_size)
+    _check_kind(dataset)
     by_index = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     order = order or ("shuffled" if by_index else "sequential")
     if not by_index and not hasattr(dataset, "__iter__"):
@@ -85,6 +86,21 @@ def batches(
     if workers:
         _positive("batches", workers=workers)
     return Rows(dataset, batch_size, part, rank, collate or stacked, order, seed, position, workers, by_index)
+
+
+def _check_kind(dataset: Any) -> None:
+    """Raises DataError for what looks like a data set, and holds something else than samples."""
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        first = next(iter(dataset), "x")
+        raise DataError(
+            f"batches(dataset={type(dataset).__name__}): a dict holds no samples by number. Give one of its data sets, "
+            f"as dataset[{first!r}]; of columns a list of samples, or torch.utils.data.StackDataset(**columns)"
+        )
+    if isinstance(dataset, torch.utils.data.DataLoader) and dataset.batch_sampler is not None:
+        raise DataError(
+            "batches(dataset=DataLoader): it gives batches, and these would be stacked again. Give its data set, "
+            "loader.dataset, and collate=loader.collate_fn if it has one of your own"
+        )
 
 
 def _check_order(order: str, by_index: bool, workers: int) -> None:

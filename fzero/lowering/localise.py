@@ -9,7 +9,7 @@ sums of small values (`fzero::reduce` over the axis), such as the terms of a nor
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -64,6 +64,16 @@ class Sharding:
     def moves(self) -> tuple[Move, ...]:
         """The transfers of one microbatch over the axis, region by region, then those of the update."""
         return (*(move for region in self.regions for move in region.moves), *self.outer.moves)
+
+    def coded(self, codec: str, sent: Mapping[tuple[str, str], float]) -> Sharding:
+        """With what sums send as messages of a codec, by axis and reason (`fzero.shard.coded_sums`)."""
+
+        def told(move: Move) -> Move:
+            nbytes = sent.get((self.axis, move.why))
+            return move if nbytes is None else replace(move, nbytes=nbytes, codec=codec)
+
+        regions = tuple(replace(region, moves=tuple(map(told, region.moves))) for region in self.regions)
+        return replace(self, regions=regions, before=None if self.before is None else self.before.coded(codec, sent))
 
     def __str__(self) -> str:
         return self._text() if self.before is None else f"{self.before}\n\n{self._text()}"

@@ -48,6 +48,11 @@ def stochastic_round(x: Tensor, seed: Tensor) -> Tensor:
     >>> rounded.unique(), bool((rounded.float().mean() - x.mean()).abs() < 2e-4)
     (tensor([1.0000, 1.0078], dtype=torch.bfloat16), True)
     """
+    for name, value, needed in (("x", x, "x.float()"), ("seed", seed, "torch.tensor(7), or the optimizer's count")):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"stochastic_round: {name} is {type(value).__name__}, but it must be a tensor: write {needed}"
+            )
     if watched(x):
         raise TypeError(
             "stochastic_round: it has no derivative and no batching rule: call it under torch.no_grad(), or on "

@@ -70,10 +70,25 @@ def inject_hyperparams(
             raise SpecError(
                 f"inject_hyperparams: static names {unknown[0]!r}, which is not given.{tree.suggest(unknown[0], given)}"
             )
+        _check_arguments(fn, given)
         schedules = {n: _traced(n, v) for n, v in given.items() if n not in static and _is_hyper(v)}
         return _injected(fn, schedules, {n: v for n, v in given.items() if n not in schedules})
 
     return make
+
+
+def _check_arguments(fn: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises SpecError for arguments that a function does not take, or lacks."""
+    signature = inspect.signature(fn)
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        named = list(signature.parameters)
+        hint = "".join(tree.suggest(name, named) for name in given if name not in named)
+        raise SpecError(
+            f"inject_hyperparams: {getattr(fn, '__name__', 'fn')} does not take these: {error}. Its arguments are "
+            f"{', '.join(named)}.{hint}"
+        ) from None
 
 
 def _is_hyper(value: Any) -> bool:

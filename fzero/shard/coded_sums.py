@@ -38,6 +38,25 @@ def coded_sums(gm: fx.GraphModule, codec: str) -> fx.GraphModule:
     return segments.module(graph)
 
 
+def coded_bytes(gm: fx.GraphModule, codec: str) -> dict[tuple[str, str], float]:
+    """Of each sum of a rank's region that `coded_sums` writes, by its axis and its reason: what a rank then sends."""
+    sent = {}
+    for node in filter(_is_long, gm.graph.nodes):
+        n = int(str(node.args[2]))
+        _, length = _lengths(node)
+        rounds = 1 if node.target is REDUCE_SCATTER else 2 / n
+        sent[str(node.args[1]), str(node.meta.get("moved"))] = float(rounds * (n - 1) * length / OPS[codec].per)
+    return sent
+
+
+def _lengths(node: fx.Node) -> tuple[int, int]:
+    """The elements of what is padded to whole blocks, of one rank where the sum is scattered; and with the padding."""
+    value, n = fx_nodes.operand(node).meta["val"], int(str(node.args[2]))
+    scatters = node.target is REDUCE_SCATTER
+    size = value.numel() // n if scatters else value.numel()
+    return size, -(-size // BLOCK) * BLOCK if scatters else -(-size // (n * BLOCK)) * n * BLOCK
+
+
 def _is_long(node: fx.Node) -> bool:
     """Whether a node is the sum of a value with rows of whole blocks."""
     if node.target is not REDUCE_SCATTER and not (node.target is ALL_REDUCE and node.args[3] == "sum"):
@@ -48,7 +67,7 @@ def _is_long(node: fx.Node) -> bool:
 
 def _written(graph: fx.Graph, node: fx.Node, ops: CodeOps) -> fx.Node:
     """The nodes that are one sum."""
-    value, like = fx_nodes.operand(node).meta["val"], node.meta["val"]
+    like = node.meta["val"]
     axis, n = str(node.args[1]), int(str(node.args[2]))
     scatters = node.target is REDUCE_SCATTER
     at = fx_nodes.operand(node)
@@ -61,8 +80,7 @@ def _written(graph: fx.Graph, node: fx.Node, ops: CodeOps) -> fx.Node:
         if target not in (ALL_TO_ALL, ALL_GATHER):
             at.meta.pop("moved", None)
 
-    size = value.numel() // n if scatters else value.numel()  # of what is padded
-    length = -(-size // BLOCK) * BLOCK if scatters else -(-size // (n * BLOCK)) * n * BLOCK
+    size, length = _lengths(node)
     message = int((n * length if scatters else length) / ops.per)
     then(aten.view.default, [n, size] if scatters else [size])
     if length > size:

@@ -36,8 +36,8 @@ PRODUCTS: dict[Any, Sequence[tuple[int, int]]] = {  # (an operand, the dim of th
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A transfer, or a part taken. nbytes: what one rank sends. dtype: in which it travels, and is summed. value,
-    reader: names of global nodes."""
+    """A transfer, or a part taken. nbytes: what one rank sends. dtype: in which it travels, and is summed. codec:
+    of messages that stand for it. value, reader: names of global nodes."""
 
     kind: str
     value: str
@@ -49,6 +49,7 @@ class Move:
     line: str
     is_leaf: bool
     dtype: torch.dtype
+    codec: str = ""
 
     @property
     def why(self) -> str:
@@ -56,7 +57,7 @@ class Move:
         return f"{self.phase} {self.value} {self.source} -> {self.target} for {self.reader} {self.line}".rstrip()
 
     def __str__(self) -> str:
-        return f"{self.kind:14} {DTYPE_NAMES[self.dtype]:5} {self.nbytes:12,.0f} bytes  {self.why}"
+        return f"{self.kind:14} {self.codec or DTYPE_NAMES[self.dtype]:5} {self.nbytes:12,.0f} bytes  {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

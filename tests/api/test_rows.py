@@ -121,6 +121,8 @@ def test_a_hugging_face_data_set_with_and_without_a_length() -> None:
         ({"dataset": Stream(0)}, "has no samples"),
         ({"dataset": iter([{"x": 1}] * 3)}, "gave no samples the second time"),
         ({"dataset": 3}, "needed a data set with len"),
+        ({"dataset": {"train": Squares(8)}}, r"Give one of its data sets, as dataset\['train'\]"),
+        ({"dataset": torch.utils.data.DataLoader(Squares(8), 2)}, "Give its data set, loader.dataset"),
         ({"dataset": Stream(3), "order": "shuffled"}, "Shuffle the stream itself"),
         ({"dataset": Stream(3), "workers": 2}, "leave out order= and workers="),
         ({"order": "random"}, "needed one of shuffled, sequential"),

@@ -200,6 +200,10 @@ def test_a_step_returns_state_and_metrics() -> None:
         refused_step(lambda s, b, r=result: r(s), "a step returns (new state, metrics)", "return (state, {})")
 
 
+def test_a_python_value_for_all_metrics_is_named_so() -> None:
+    refused_step(lambda s, b: (s, 1.0), "metrics is the Python value 1.0", "Return a tensor")
+
+
 def test_the_new_state_has_the_structure_shapes_and_dtypes_of_the_old() -> None:
     tree = {"p": params(), "n": 3}
     for new, part in [

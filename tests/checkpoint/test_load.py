@@ -497,6 +497,13 @@ def test_not_strict_loads_what_fits_and_says_what_it_skipped(
     assert "state['params/x'] is [2, 2] there, [4] here" in caplog.text
 
 
+def test_a_count_that_fits_any_state_is_not_a_leaf_that_fits(tmp_path: Path) -> None:
+    fzero.save(fzero.init({"w": torch.ones(3)}, sgd_spec()), tmp_path)
+    other = fzero.Spec(loss=lambda p, b: p["v"].sum(), optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(MismatchError, match="has no leaf of this state that fits: strict=False would load nothing"):
+        fzero.load(tmp_path, other, like={"v": torch.ones(3)}, strict=False)
+
+
 def test_a_kept_leaf_needs_values(tmp_path: Path) -> None:
     fzero.save(fzero.init({"w": torch.ones(3)}, sgd_spec()), tmp_path)
     with pytest.raises(MismatchError, match="'params/x', whose first value depends on values that are not there"):

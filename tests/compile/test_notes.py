@@ -51,3 +51,15 @@ def test_one_of_layers_that_keep_nothing_is_told() -> None:
     params = {"layers": [{"w": torch.empty(8, 8, device="meta")}]}
     lowered = fzero.lower(spec, params, torch.empty(4, 8, device="meta"))
     assert lowered.choices["idle"].startswith("remat='full' changes nothing")
+
+
+def test_an_offload_that_takes_nothing_off_the_device_is_told() -> None:
+    given = {"loss": lambda p, x: (x @ p["w"]).sum(), "offload": "optimizer"}
+    params = {"w": torch.empty(8, 8, device="meta")}
+
+    def notes(optimizer: fzero.optim.GradientTransformation) -> dict[str, str]:
+        spec = fzero.Spec(optimizer=optimizer, **given)
+        return dict(fzero.lower(spec, params, torch.empty(4, 8, device="meta")).choices)
+
+    assert notes(fzero.optim.sgd(0.1))["idle"].startswith("offload= changes nothing: the optimizer keeps only scalars")
+    assert "idle" not in notes(fzero.optim.sgd(0.1, momentum=0.9))

@@ -123,6 +123,20 @@ def test_sums_take_a_quarter_of_the_bytes() -> None:
     assert "(3.8 times)" in lowered.choices["codec"]
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("sequence", [None, "tp"])
+def test_the_list_of_transfers_says_what_messages_send(mesh: dict[str, int], sequence: str | None) -> None:
+    policy = Precision(sums="int8")
+    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.5), mesh=mesh, shard=RULES, precision=policy, sequence=sequence)
+    lowered = fzero.lower(spec, start(), torch.zeros(16, 8, WIDTH))
+    assert lowered.sharding is not None
+    program, moves = lowered.program, lowered.sharding.regions[0].moves
+    coded = [op for op in program.ops if op.axis == "tp" and program.buffers[op.reads[0].name].dtype is torch.uint8]
+    sent = sum(wire_bytes(program, op) for op in coded if op.transfers)
+    assert sum(move.nbytes for move in moves if move.codec) == sent > 0
+    assert " int8 " in str(lowered.sharding)
+
+
 def processes() -> dict[str, Tensor]:
     spec = fzero.Spec(
         loss=loss, optimizer=optim.sgd(0.5), mesh={"tp": 2}, shard=RULES, precision=Precision(sums="int8"),

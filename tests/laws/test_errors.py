@@ -198,6 +198,7 @@ def test_params_rules_that_match_nothing_are_refused() -> None:
         (None, ("params has no leaves",)),
         ({"a": [None]}, ("params has no leaves",)),
         (lambda key: {}, ("params has no leaves",)),
+        (lambda: {"w": 1}, ("makes the first state, and is called with a key", "Write it as `lambda key: ...`")),
         ({"v": "text"}, ("params/v is 'text'", "must be a tensor")),
         ("text", ("params is 'text'",)),
         ({"v": [torch.ones(2), True]}, ("params/v/1 is True",)),

@@ -121,7 +121,13 @@ def test_a_fixed_scale_counts_and_stays() -> None:
     assert (float(held["scale"]), int(held["skipped"]), int(held["clean"])) == (128.0, 2, 1)
 
 
-@pytest.mark.parametrize("wrong", [{"initial": 0}, {"minimum": float("inf")}, {"window": 0}, {"hysteresis": 1.5}])
+WRONG = [
+    {"initial": 0}, {"minimum": float("inf")}, {"window": 0}, {"hysteresis": 1.5}, {"dynamic": "no"},
+    {"consecutive_hysteresis": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_scale_of_nonsense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(fzero.SpecError, match=rf"LossScale\({next(iter(wrong))}="):
         LossScale(**wrong)

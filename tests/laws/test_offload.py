@@ -385,6 +385,9 @@ def deep_loss(params: Any, x: Tensor) -> Tensor:
 def test_a_rule_that_matches_no_leaf_or_moves_none_is_refused() -> None:
     with pytest.raises(fzero.SpecError, match=r"offload=...\): the rule 'param/\*\*' matches no leaf"):
         lower(offload={"param/**": "cpu"})
+    spec = fzero.Spec(loss=lambda p, x: (x @ p["layers"][0]).sum(), optimizer=ADAMW, offload={"layers/**": "cpu"})
+    with pytest.raises(fzero.SpecError, match=r"'layers/\*\*' matches no leaf. Did you mean 'params/layers/\*\*'"):
+        fzero.lower(spec, deep(2, 8), torch.empty(4, 8), world_size=2)
     with pytest.raises(fzero.SpecError, match="all that it matches stays on the device, as opt_state/count"):
         lower(offload={"opt_state/count": "cpu"})
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import fzero
 from fzero import optim, tree
 from fzero.errors import SpecError, TreeError
 from tests.optim.test_optim import example
@@ -44,6 +45,10 @@ WRONG_VALUES = [
         r"static names 'esp', which is not given. Did you mean 'eps'",
     ),
     (lambda: optim.inject_hyperparams(optim.sgd)(learning_rate=0.1, momentum=0.9).init([]), r"name it in static"),
+    (
+        lambda: optim.inject_hyperparams(optim.adamw)(learning_rat=0.1),
+        r"adamw does not take these: .* Its arguments are learning_rate, .* Did you mean 'learning_rate'",
+    ),
     (lambda: optim.apply_if_finite(optim.sgd), r"apply_if_finite: tx is sgd, not a GradientTransformation: call it"),
     (lambda: optim.adam(0.1, betas=(0.9, 1.0)), r"adam: betas\[1\] is 1.0, but it must be at least 0 and less than 1"),
     (lambda: optim.adam(0.1, betas=0.9), r"write betas=\(0.9, 0.999\)"),
@@ -189,6 +194,13 @@ WRONG_GROUPS = [
 def test_wrong_groups_are_refused_at_init(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make().init(example())
+
+
+def test_an_update_that_returns_no_pair_is_named() -> None:
+    own = optim.GradientTransformation(lambda params: (), lambda grads, state, params: None)  # type: ignore[arg-type]
+    spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).sum(), optimizer=own)
+    with pytest.raises(TreeError, match=r"the optimizer's update returned NoneType: needed \(updates, opt_state\)"):
+        fzero.lower(spec, {"w": torch.ones(2)}, torch.ones(3, 2))
 
 
 def test_states_of_another_transformation_are_refused() -> None:

@@ -120,6 +120,8 @@ def test_it_refuses_what_it_would_misread() -> None:
         optim.stochastic_round(x, seed.int())
     with pytest.raises(ValueError, match=r"seed has shape \(1,\), but it must be 0-d"):
         optim.stochastic_round(x, seed[None])
+    with pytest.raises(TypeError, match=r"seed is int, but it must be a tensor: write torch.tensor\(7\)"):
+        optim.stochastic_round(x, 0)
     with pytest.raises(TypeError, match=r"no derivative.*x.detach"):
         optim.stochastic_round(x.requires_grad_(), seed)
 

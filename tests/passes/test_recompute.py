@@ -187,7 +187,10 @@ def test_what_is_run_again_is_the_forward_of_the_layers_under_a_rule() -> None:
     [
         ("fulll", r"remat='fulll'.*needed \"none\", \"full\", \"gathers\", \"offload\", or path rules"),
         ({"blocks/**": "half"}, 'needed "none", "full"'),
-        ({"bloks/**": "full"}, r"Spec\(remat=\.\.\.\): the rule 'bloks/\*\*' matches no leaf\. Did you mean"),
+        (
+            {"bloks/**": "full"},
+            r"Spec\(remat=\.\.\.\): the rule 'bloks/\*\*' matches no leaf\. Did you mean 'blocks/\*\*'",
+        ),
     ],
 )
 def test_refusals(given: Any, message: str) -> None:
