@@ -31,6 +31,25 @@ def install() -> None:
         _let_known_values_be_asked(sys.modules.get(name))
 
 
+class Recomputed(NamedTuple):
+    """What a Trainer's arguments say of activations that are computed again: whether, the field that says how, and what
+    it says. Before transformers 5.23 the fields were `gradient_checkpointing` and its `_kwargs`."""
+
+    wanted: bool
+    field: str
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: Any) -> Recomputed:
+        name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+        return cls(bool(getattr(args, name)), f"{name}_kwargs", getattr(args, f"{name}_kwargs") or {})
+
+
+def keep_activations(model: Any) -> None:
+    """Turns off what a transformers model computes again by itself (`activation_checkpointing_disable`: 5.23.0)."""
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+
+
 def _let_known_values_be_asked(module: Any) -> None:
     """`is_tracing(tensor)` of this module says False of a tensor whose values the capture knows (5.0.0, 5.23.0)."""
     is_tracing = getattr(module, "is_tracing", None)

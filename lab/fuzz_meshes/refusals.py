@@ -75,7 +75,7 @@ def _without_rule(case: Case, match: re.Match[str]) -> Case:
 
 PATH = r"(?:params|opt_state/\w+)/(?P<path>[\w/]+)"
 TABLE: tuple[Refusal, ...] = (
-    Refusal(rf"shard: {PATH} lies as .* needs all of it: .* keep it whole", _whole),
+    Refusal(rf"shard: {PATH} lies as .* needs all of it: .* [Kk]eep it whole", _whole),
     Refusal(rf"shard: {PATH} lies as .* needs it in parts of that dim .* keep it whole: P\(\)", _whole),
     Refusal(rf"as {PATH} does, and becomes .* heads: .* keep the leaves of that product whole: P\(\)", _whole),
     Refusal(r"has moments in blocks of 64 elements, which a part would cut. Take adamw", _plain_adamw),

@@ -220,7 +220,7 @@ def test_over_tp_a_loop_is_whole_on_each_rank() -> None:
 
     for a, b in zip(of_run(loss, {}, more), of_run(loss, tp, more), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    with pytest.raises(fzero.SpecError, match=r"params/k lies as S0, and fzero.scan.default .* keep it whole"):
+    with pytest.raises(fzero.SpecError, match=r"params/k lies as S0, and fzero.scan.default .* Keep it whole"):
         of_run(lambda p, x: cell()(p, x) + fzero.scan(lambda c, s: (c + p["k"], None), p["h"], x)[0].sum(), tp, more)
 
 

@@ -230,7 +230,7 @@ def test_a_refusal_is_remedied_and_another_error_is_a_fault(monkeypatch: pytest.
     monkeypatch.setattr(refusals, "TABLE", ())
     place = {"mesh": {"tp": 2}, "zero": 0, "shard": {"blocks/0/norm": P("tp"), **CUT}}
     assert check(replace(CASE, place=place)).end == "unlisted"
-    idle = refusals.Refusal("keep it whole", lambda case, match: case)
+    idle = refusals.Refusal("Keep it whole", lambda case, match: case)
     monkeypatch.setattr(refusals, "TABLE", (idle,))
     again = check(replace(CASE, place=place))
     assert (again.end, again.reason.partition(":")[0]) == ("unlisted", "remedied")

@@ -259,7 +259,7 @@ def test_no_stage_changes_a_bit(name: str, options: dict[str, Any]) -> None:
 def test_sharded_weights_are_refused_by_name() -> None:
     params, loss, x = of("gru")
     shard = {"weight_ih_l0": P(fzero.groups("tp", 3))}
-    with pytest.raises(fzero.SpecError, match=r"params/weight_ih_l0 lies as S0/3, .*recurrent.* keep it whole: P\(\)"):
+    with pytest.raises(fzero.SpecError, match=r"params/weight_ih_l0 lies as S0/3, .*recurrent.* Keep it whole: P\(\)"):
         run(
             fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), mesh={"tp": 2}, shard=shard),
             params,

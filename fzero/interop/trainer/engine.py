@@ -12,6 +12,7 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero.interop._hf_compat import Recomputed
 from fzero.interop.config import Given
 from fzero.interop.config.config_calls import ConfigCall
 from fzero.interop.module import Functional, from_module
@@ -123,7 +124,7 @@ def _fields(trainer: Any, module: Functional, given: Given | None) -> dict[str, 
         "clip_norm": args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
         "precision": "autocast" if args.bf16 else _FP16 if args.fp16 else "fp32",
         "trainable": module.apply.trainable if module.apply.frozen or module.apply.mutable else None,
-        "remat": "full" if args.activation_checkpointing else "none",
+        "remat": "full" if Recomputed.of(args).wanted else "none",
         "allow_unused": True,
         "device": str(args.device),
         "timeout": float(args.ddp_timeout),

@@ -18,6 +18,7 @@ from fzero import optim
 from fzero._torch_compat import NormBase
 from fzero.errors import ConfigError
 from fzero.interop import _hf_compat
+from fzero.interop._hf_compat import Recomputed
 from fzero.interop.tp_plan import tp_plan
 from fzero.interop.trainer import weightless, weights
 from fzero.interop.trainer.arguments import LAUNCHED
@@ -29,7 +30,7 @@ from fzero.shard.partition import P
 KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
 OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", *KINDS)
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-REMAT_KWARGS = ("use_reentrant", "preserve_rng_state")  # of activation_checkpointing_kwargs: they change no number here
+REMAT_KWARGS = ("use_reentrant", "preserve_rng_state")  # of `Recomputed.kwargs`: they change no number here
 Refusal = tuple[str, str]  # the path of what is in the way, and a text that begins with it
 assert set(KINDS.values()) == set(OURS)
 
@@ -109,10 +110,10 @@ def _beside(args: Any) -> Iterator[Refusal]:
     if args.save_only_model and args.load_best_model_at_end:
         why = "load_best_model_at_end reads the whole state of the best step"
         yield "save_only_model", f"save_only_model=True: {why}. Leave one of them out"
-    kwargs = args.activation_checkpointing_kwargs or {}
-    for name in kwargs if args.activation_checkpointing else ():
+    again = Recomputed.of(args)
+    for name in again.kwargs if again.wanted else ():
         if name not in REMAT_KWARGS:
-            path = f"activation_checkpointing_kwargs[{name!r}]"
+            path = f"{again.field}[{name!r}]"
             yield path, f"{path}: it is Spec(remat='full') here. Leave it out, or give spec={{'remat': {{...}}}}"
     if args.accelerator_config is not None and not args.accelerator_config.even_batches:
         why = "a rank without a batch would leave the others waiting"

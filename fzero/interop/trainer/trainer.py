@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fzero.cost.memory import account
+from fzero.interop._hf_compat import Recomputed, keep_activations
 from fzero.interop.trainer import data_ranks, refusals, resume, shapes, trainer_step, weights
 from fzero.interop.trainer.arguments import TrainingArguments
 from fzero.interop.trainer.batch_shapes import BatchShapes
@@ -79,8 +80,8 @@ class Mixin(CheckpointFiles):
         if self.engine is not None and self.engine.state.step and not resume_from_checkpoint:
             log.warning("fzero: train() again begins with new moments of the optimizer. To go on with the old ones: "
                         "resume_from_checkpoint=, with a larger max_steps")  # fmt: skip
-        if self.args.activation_checkpointing:  # which the Spec's remat does
-            self.model.activation_checkpointing_disable()
+        if Recomputed.of(self.args).wanted:  # which the Spec's remat does
+            keep_activations(self.model)
         self._here("training begins")
         self.engine = Engine.to_train(self, max_steps, state_of(resume_from_checkpoint))
         if resume_from_checkpoint:

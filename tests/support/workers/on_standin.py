@@ -129,6 +129,20 @@ def recurrent_layers() -> None:
 
 
 @scenario(1)
+def norms_of_two_dtypes() -> None:
+    def normed(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x @ p["w"], (4,), p["norm"]).square().sum()
+
+    spec = fzero.Spec(
+        loss=normed, optimizer=optim.sgd(0.1), device=HERE,
+        precision=fzero.Precision(compute="bf16", keep={"norm": "fp32"}),
+    )  # fmt: skip
+    state = fzero.init({"w": torch.eye(4), "norm": torch.ones(4)}, spec)
+    with pytest.raises(fzero.CaptureError, match=r"is given bf16.* and f32.*: on cuda this norm needs one dtype"):
+        fzero.step(state, torch.ones(2, 4, device=HERE))
+
+
+@scenario(1)
 def low_precision_and_microbatches() -> None:
     for options in (
         {"precision": "bf16", "microbatches": 2},
