@@ -15,13 +15,14 @@ SITE ?= build/site
 CHECKED := $(addprefix tests/,ir plan lowering passes verify cost capture)
 TRAINING := $(addprefix --ignore=tests/,ir/test_as_strided.py capture/test_ambient.py plan/test_whole_leaves.py passes/test_recompute.py cost/test_memory.py)
 
-.PHONY: help demo check test docs docs-site lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
+.PHONY: help demo check test test-newest test-oldest docs docs-site lint format acceptance bench bench-pipelining bench-tensor bench-disk test-gpu bench-gpu clean
 
 help:
 	@echo "make demo        train a small GPT on two local ranks with zero=3 (about three minutes);"
 	@echo "                 ARGS='--kill-at 120 --check' kills a rank on the way and compares"
 	@echo "make check       the tests of the compiler that start no process, in under a minute"
 	@echo "make test        the test suite, on the CPU"
+	@echo "make test-newest  the same with the newest packages that pip finds; make test-oldest: with those of tests/oldest.txt"
 	@echo "make docs        the documentation site, in build/docs/index.html: a warning is an error"
 	@echo "make docs-site   the same as a version of build/site, with a switch between its versions (SITE=folder)"
 	@echo "make lint        ruff (format, rules), mypy, pyright on the public API, and import-linter (the order of the folders)"
@@ -63,6 +64,12 @@ check: $(VENV)/.dev
 
 test: $(VENV)/.dev
 	$(PYTEST) $(SHARED) --durations=20 --cpu --ignore=tests/acceptance $(ARGS)
+
+test-newest:
+	$(MAKE) test VENV=.venv-newest PIP=".venv-newest/bin/python -m pip --disable-pip-version-check install --quiet --upgrade"
+
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest PIP=".venv-oldest/bin/python -m pip --disable-pip-version-check install --quiet -c tests/oldest.txt"
 
 docs: $(VENV)/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)

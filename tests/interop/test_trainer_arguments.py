@@ -17,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 from trainers import OURS, QUIET, STOCK, TASKS, make, trained  # noqa: E402
 
 from fzero.interop import Trainer, TrainingArguments  # noqa: E402
+from fzero.interop._hf_compat import Recomputed  # noqa: E402
+from fzero.interop.trainer import refusals  # noqa: E402
 from fzero.interop.trainer.parallel import given_of  # noqa: E402
 
 
@@ -81,6 +83,16 @@ def test_an_engine_of_the_launcher_is_refused(name: str, monkeypatch: pytest.Mon
     monkeypatch.setenv(name, "true")
     with pytest.raises(ConfigError, match=rf"{name}=true.*Launch with torchrun"):
         TrainingArguments("runs/none")
+
+
+def test_an_older_transformers_is_refused_and_the_old_names_of_recomputation_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs={"every_n_layers": 2})
+    assert Recomputed.of(old) == (True, "gradient_checkpointing_kwargs", {"every_n_layers": 2})
+    monkeypatch.setattr(refusals.transformers, "__version__", "5.3.0")
+    said = "transformers 5.3.0: its Trainer has not all that this one asks for. pip install 'transformers>=5.11'"
+    assert refused(tmp_path).refusals == (("transformers", said),)
 
 
 def test_a_model_that_cannot_train_is_refused(tmp_path: Path) -> None:

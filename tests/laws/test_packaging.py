@@ -43,6 +43,16 @@ def test_every_library_that_make_installs_is_pinned(project: dict[str, Any]) -> 
     assert wanted - pinned == set()
 
 
+def test_the_oldest_that_are_tried_are_the_oldest_that_are_allowed(project: dict[str, Any]) -> None:
+    """`make test-oldest` installs them: a floor that nobody runs is not kept."""
+    asked = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    allowed = dict(requirement.split(">=") for requirement in asked)
+    text = (ROOT / "tests" / "oldest.txt").read_text(encoding="utf-8")
+    tried = dict(re.findall(r"^([\w-]+)==(.+)$", text, re.MULTILINE))
+    assert tried.keys() == allowed.keys()
+    assert [name for name in allowed if f"{tried[name]}.".startswith(f"{allowed[name]}.") is False] == []
+
+
 def test_fzero_and_its_command_import_without_any_extra() -> None:
     """In a process that cannot import what only extras install."""
     script = f"""

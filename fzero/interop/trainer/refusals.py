@@ -6,6 +6,7 @@ A field at its default is never refused.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from fzero.shard.partition import P
 KINDS = {"lion_32bit": "Lion", "lion": "Lion", "adamw_8bit": "AdamW8bit", "adamw_bnb_8bit": "AdamW8bit"}
 OPTIMS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", *KINDS)
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+LEAST = (5, 11)  # of transformers: what its Trainer is asked for
 REMAT_KWARGS = ("use_reentrant", "preserve_rng_state")  # of `Recomputed.kwargs`: they change no number here
 Refusal = tuple[str, str]  # the path of what is in the way, and a text that begins with it
 assert set(KINDS.values()) == set(OURS)
@@ -107,6 +109,11 @@ def _fields(args: Any) -> Iterator[Refusal]:
 
 def _beside(args: Any) -> Iterator[Refusal]:
     """What is refused of several fields together, of blocks, and of the environment."""
+    have = tuple(int(n) for n in re.findall(r"\d+", transformers.__version__)[:2])
+    if have < LEAST:
+        wanted = ".".join(map(str, LEAST))
+        why = f"transformers {transformers.__version__}: its Trainer has not all that this one asks for"
+        yield "transformers", f"{why}. pip install 'transformers>={wanted}'"
     if args.save_only_model and args.load_best_model_at_end:
         why = "load_best_model_at_end reads the whole state of the best step"
         yield "save_only_model", f"save_only_model=True: {why}. Leave one of them out"

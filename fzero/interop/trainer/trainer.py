@@ -132,7 +132,7 @@ class Mixin(CheckpointFiles):
             self._window = []
             return torch.zeros((), device=self.args.device)
         self._same_rate()
-        scaled = self.loss_is_scaled_for_ga
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.20
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             scaled = counted or self.compute_loss_func is not None
