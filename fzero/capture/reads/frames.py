@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
+import optree
 import torch
 
 from fzero import tree
@@ -29,6 +30,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 # what is typed into Python, and the cells of notebooks that have no file
 _TYPED = ("<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython")
 _TORCH, _OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
+_OPTREE = optree.__path__[0] + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 
@@ -42,8 +44,10 @@ def kind_of(filename: str) -> str:
         return OTHER
     if filename.startswith(_TORCH):
         return LIBRARY if filename.startswith(_LAYERS) else OTHER
+    if filename.startswith(_OPTREE):
+        return OTHER
     if any(part in filename for part in _INSTALLED):
-        return OTHER if f"{os.sep}optree{os.sep}" in filename else LIBRARY
+        return LIBRARY
     return OTHER if filename.startswith(_STDLIB) else USER
 
 
