@@ -133,6 +133,7 @@ class Backend:
     product_sides: of 16-bit products, sides that are no multiple of it are padded (`fzero.codegen.pad`).
     chunk: elements that elementwise work takes at a time; None: as many as stay in the processor's cache.
     compiles: what `Spec(compile=None)` means on it.
+    norms_alike: its kernels of some norms read a weight in the dtype of the values (`OpInfo.norm_alike`).
     """
 
     name: str
@@ -150,6 +151,7 @@ class Backend:
     product_sides: int = 1
     chunk: int | None = None
     compiles: str = "none"
+    norms_alike: bool = False
 
 
 CPU = Backend("cpu", HostCalls(), on_host=True, transports=("p2p", "shared"))
@@ -158,7 +160,7 @@ CPU = Backend("cpu", HostCalls(), on_host=True, transports=("p2p", "shared"))
 CUDA = Backend(
     "cuda", CudaCalls(), on_streams=True, records_graphs=True, locks_pages=True, has_kernels=True, group="nccl",
     transports=("nccl",), disk_by_host=True, looks_after=16, fetch_ahead=3, product_sides=8,
-    chunk=1 << 22, compiles="auto",
+    chunk=1 << 22, compiles="auto", norms_alike=True,
 )  # fmt: skip
 BACKENDS = {backend.name: backend for backend in (CPU, CUDA)}
 UNKNOWN = Backend("unknown", HostCalls(), chunk=1 << 22)  # of any other device, as "meta": nothing is known of it

@@ -35,7 +35,7 @@ def why(op: Any, args: Sequence[Any]) -> str:
         dtype, others = own[0].dtype, {x.dtype for x in own[1:]}
         if known.on_host and not _takes(dtype, others):
             return f"is given {_shown(own)}: {MIXED}"
-        if known.on_streams and row.norm_alike and not others <= {dtype}:
+        if known.norms_alike and row.norm_alike and not others <= {dtype}:
             return f"is given {_shown(own)}: {ALIKE.format(known.name)}"
     return ""
 

@@ -47,7 +47,10 @@ class Recomputed(NamedTuple):
 
 def keep_activations(model: Any) -> None:
     """Turns off what a transformers model computes again by itself (`activation_checkpointing_disable`: 5.23.0)."""
-    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    if hasattr(model, "activation_checkpointing_disable"):
+        model.activation_checkpointing_disable()
+    else:
+        model.gradient_checkpointing_disable()
 
 
 def _let_known_values_be_asked(module: Any) -> None:

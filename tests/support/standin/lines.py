@@ -32,7 +32,8 @@ from types import CodeType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-FACTS = {"on_streams", "records_graphs", "locks_pages", "has_kernels", "disk_by_host"}  # of CUDA's `fzero.backend`
+# facts of CUDA in `fzero.backend`
+FACTS = {"on_streams", "records_graphs", "locks_pages", "has_kernels", "disk_by_host", "norms_alike"}
 MARKS = {"cuda", "nccl", "is_cuda", "recordable", "recording", *FACTS}
 ALSO = {"fzero/runtime/cuda_graphs.py": {"record"}}
 OTHER = {"_Host"}  # in the other arm of a line that counts
