@@ -31,6 +31,7 @@ from typing import Any
 import pytest
 import torch
 
+from fzero import collector
 from fzero.disk import direct
 
 gc.disable()  # until pytest_collection_finish
@@ -89,6 +90,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 10)  # a lowering makes more than 700 objects
     gc.enable()
+
+
+@pytest.fixture
+def thawed(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    """Nothing is frozen, as in a process of users: what was frozen above is thawed, and then all is frozen again."""
+    gc.unfreeze()
+    monkeypatch.setattr(collector, "_others", False)
+    yield
+    gc.freeze()
 
 
 def _left_out(item: pytest.Item) -> bool:

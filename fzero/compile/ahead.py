@@ -10,12 +10,12 @@ import torch
 from fzero import backend, progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
+from fzero.collector import collector_paused
 from fzero.comm.transport import likely_names, transport_name
 from fzero.compile import decide
 from fzero.compile.batch_key import check_batch, key_of
 from fzero.compile.captures import Captures
 from fzero.compile.checked import checked_step
-from fzero.compile.collector import collector_paused
 from fzero.compile.decide import Deciders
 from fzero.compile.kept_lowerings import NOTHING, Kept
 from fzero.compile.lowered import Lowered

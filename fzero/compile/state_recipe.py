@@ -16,7 +16,7 @@ from fzero.capture.graph import PerRank
 from fzero.capture.joint import asks_key
 from fzero.capture.leaves import check_hooks, check_leaf, check_names
 from fzero.capture.provenance import defined_at
-from fzero.compile.collector import collector_paused
+from fzero.collector import collector_paused
 from fzero.errors import TreeError, leaf_name
 from fzero.ir.fx_values import extent_bytes
 from fzero.precision import DTYPES, LOW

@@ -19,9 +19,9 @@ from fzero.capture import trace_step
 from fzero.capture.graph import Graph
 from fzero.capture.step_ops import FED_MEAN
 from fzero.codegen import matmul, pad
+from fzero.collector import collect, collector_paused
 from fzero.compile import decide
 from fzero.compile.captures import Captured
-from fzero.compile.collector import collect, collector_paused
 from fzero.compile.decide.budgets import fitted
 from fzero.compile.judged import check_kept, local_step, naive
 from fzero.compile.kept_lowerings import NOTHING

@@ -20,6 +20,7 @@ from fzero import progress, tree
 from fzero._torch_compat import default_store, forget_fakes
 from fzero.capture import ambient
 from fzero.capture.reads.noted import own_changes_forgotten
+from fzero.collector import return_freed
 from fzero.comm.agree import agree
 from fzero.comm.heartbeat import ALONE, Presence
 from fzero.comm.launcher import crowded, first_here
@@ -27,7 +28,6 @@ from fzero.comm.transport import Transport
 from fzero.compile import fault_report
 from fzero.compile.batch_key import Called, changed, check_strings, difference, has_plain, key_of, with_tensors
 from fzero.compile.checked import checked_step
-from fzero.compile.collector import return_freed
 from fzero.compile.kept_lowerings import Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.lowering_context import LoweringContext

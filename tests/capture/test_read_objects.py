@@ -21,6 +21,8 @@ from torch import Tensor, nn
 import fzero
 from fzero.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("thawed")  # Python finds no function that is frozen
+
 X = torch.eye(2)
 
 

@@ -31,6 +31,8 @@ from fzero.capture.reads.bytecode import lines_of
 from fzero.capture.reads.frames import OTHER, USER, kind_of, kind_of_code
 from fzero.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("thawed")  # Python finds no function that is frozen
+
 X = torch.eye(2)
 
 WIDTH = 2.0
@@ -260,6 +262,34 @@ def test_a_variable_of_an_outer_function() -> None:
     state = fzero.step(state, X)
     sets(3.0, 9)
     with pytest.raises(CaptureError, match=r"^gamma, which .*scaled \(test_reads.py:\d+\) reads, was 2.0 and is 3.0"):
+        fzero.step(state, X)
+
+
+def test_a_variable_of_the_function_around_a_class() -> None:
+    """Its methods are values of no line that ran."""
+
+    def made() -> tuple[Any, Any]:
+        scale = 2.0
+
+        class Scaled:
+            def __call__(self, x: torch.Tensor, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+                return x * scale + bias
+
+        def sets(value: float) -> None:
+            nonlocal scale
+            scale = value
+
+        return Scaled(), sets
+
+    scaled, sets = made()
+    state = fzero.step(state_of(lambda p, b: scaled(b @ p["w"]).mean()), X)
+    sets(3.0)
+    with pytest.raises(CaptureError, match=r"^scale, which .*Scaled.__call__ .* reads, was 2.0 and is 3.0"):
+        fzero.step(state, X)
+    sets(2.0)
+    state = fzero.step(state_of(lambda p, b: scaled(b @ p["w"]).mean()), X)
+    type(scaled).__call__.__defaults__ = (1.0,)
+    with pytest.raises(CaptureError, match=r"__call__.__defaults__, which .* was \(0.0,\) and is \(1.0,\)"):
         fzero.step(state, X)
 
 

@@ -7,12 +7,12 @@ variables are those of the function around it.
 
 from __future__ import annotations
 
-import gc
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fzero import collector
 from fzero.capture.reads.worth import MISSING
 
 
@@ -53,9 +53,8 @@ class Cells:
             if outer is not code and outer in self.functions:
                 self.functions.setdefault(code, self.functions[outer])
         if lost := {code for code, _, _ in self.stand_ins} - around.keys() - self.functions.keys():
-            for fn in gc.get_referrers(*lost):
-                if isinstance(fn, types.FunctionType):
-                    self.know(fn)
+            for fn in collector.functions_of(lost):
+                self.know(fn)
 
     def cell(self, stand_in: StandIn) -> types.CellType | None:
         """The cell, of the function of which its value was read; None for one that the trace made."""

@@ -5,21 +5,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
-from fzero.compile import collector
-from fzero.compile.collector import collector_paused
+from fzero import collector
+from fzero.collector import collector_paused
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """conftest.py has frozen what there was: what is frozen here is thawed, and then all is frozen again."""
-    gc.unfreeze()
-    monkeypatch.setattr(collector, "_others", False)
-    yield
-    gc.freeze()
+pytestmark = pytest.mark.usefixtures("thawed")
 
 
 def test_frozen_objects_are_counted_once_however_deep_contexts_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +80,25 @@ def test_contexts_of_two_threads_leave_it_as_it_was() -> None:
     thread.join()
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_a_function_is_found_by_its_code_among_frozen_objects_too(others: bool) -> None:
+    """Python's search does not see them: what a method read of the function around it was not watched."""
+
+    def known() -> None:
+        pass
+
+    if others:
+        gc.freeze()
+    with collector_paused():
+
+        def new() -> None:
+            pass
+
+        frozen = gc.get_freeze_count()
+        found = collector.functions_of({known.__code__, new.__code__})
+        assert {*found} == {known, new}
+        assert gc.get_freeze_count() > frozen // 2
+    assert (gc.get_freeze_count() > 0) == others
+    assert collector.functions_of({known.__code__}) == [known]

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,6 +72,25 @@ def collect() -> None:
         _made += max(made - gc.collect(), 0)  # what is left is old now: Python's count forgets it
         if _frozen:
             gc.freeze()
+
+
+def functions_of(codes: set[types.CodeType]) -> list[types.FunctionType]:
+    """The functions of codes, among all objects. Python does not see those that are frozen: where one may be among
+    them, they are thawed, and frozen again with what was made since."""
+    global _made
+    with _lock:
+        found = _functions_seen(codes)
+        left = codes - {fn.__code__ for fn in found}
+        if left and ((_frozen and _depth) or gc.get_freeze_count()):
+            _made += gc.get_count()[0]
+            gc.unfreeze()
+            found += _functions_seen(left)
+            gc.freeze()
+        return found
+
+
+def _functions_seen(codes: set[types.CodeType]) -> list[types.FunctionType]:
+    return [x for x in gc.get_referrers(*codes) if isinstance(x, types.FunctionType) and x.__code__ in codes]
 
 
 def return_freed() -> None:
