@@ -12,6 +12,7 @@ from fzero import backend, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.provenance import describe
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.capture.static import Static
 from fzero.comm.agree import Same, agree
 from fzero.compile.batch_key import check_batch
@@ -28,6 +29,7 @@ from fzero.state.first_state import fingerprint
 from fzero.state.state import Life, State
 
 
+@short_tracebacks
 @untraced_by_dynamo
 @ambient.steady()
 def init(
@@ -68,6 +70,7 @@ def init(
 
 
 @keeps_state
+@short_tracebacks
 @untraced_by_dynamo
 @ambient.steady()
 def step(state: State, batch: Any) -> State:
@@ -114,6 +117,7 @@ def advanced(state: State, lowered: Lowered, metrics: Any) -> State:
     return State(runtime.sharded(life), state.step + 1, metrics, runtime, life)
 
 
+@short_tracebacks
 @untraced_by_dynamo
 @ambient.steady()
 def evaluate(state: State, batch: Any, fn: Callable[..., Any], *, key: torch.Tensor | None = None) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.errors import SpecError
 from fzero.field_checks import needs
 from fzero.ir.mesh import DATA
@@ -361,6 +362,7 @@ def _named(init: Callable[..., None]) -> Callable[..., None]:
     """`Spec.__init__` with an error that suggests the field for an unknown name."""
     known = [f.name for f in fields(Spec)]
 
+    @short_tracebacks
     @functools.wraps(init)
     def checked(self: Spec, **values: Any) -> None:
         for name in values:

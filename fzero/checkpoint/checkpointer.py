@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from fzero import api
 from fzero._torch_compat import untraced_by_dynamo
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.checkpoint.commit import begun
 from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import read, step_name
@@ -113,6 +114,7 @@ class Checkpointer:
         self._handlers: dict[int, Any] = {}  # those that were there before
         self._inside = False
 
+    @short_tracebacks
     @untraced_by_dynamo
     def resume(
         self,
@@ -140,6 +142,7 @@ class Checkpointer:
         self._join(session_of(state))
         return state
 
+    @short_tracebacks
     @untraced_by_dynamo
     def after(self, state: State, extra: Extra = None) -> None:
         """Begins a save if one is due, and acts on signals. Call it after each step.
@@ -166,6 +169,7 @@ class Checkpointer:
         if self._due and self._writing is None:
             self._begin(*self._due)
 
+    @short_tracebacks
     @untraced_by_dynamo
     def save(self, state: State, extra: Extra = None) -> None:
         """Saves now, and returns when the checkpoint is committed. Raises CheckpointError on all ranks."""

@@ -26,6 +26,7 @@ from fzero import progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
 from fzero.capture.graph import PerRank
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.checkpoint import other_ranks
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.compare import Difference, difference
@@ -60,6 +61,7 @@ from fzero.state.state import Life, NoMetrics, ShardedTensor, State
 log = logging.getLogger("fzero")
 
 
+@short_tracebacks
 @untraced_by_dynamo
 @ambient.steady()
 def load(

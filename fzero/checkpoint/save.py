@@ -31,6 +31,7 @@ import torch
 from fzero import backend, progress
 from fzero._version import __version__
 from fzero.capture import ambient
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.checkpoint import commit, shards, structure
 from fzero.checkpoint.manifest import LeafRecord, Manifest, Piece, ShardRecord, shard_name
 from fzero.checkpoint.ranks import Ranks
@@ -72,6 +73,7 @@ class Snapshot:
         return sum(part.data.numel() * part.data.dtype.itemsize for part in self.parts)
 
 
+@short_tracebacks
 def save(
     state: State,
     directory: str | os.PathLike[str],

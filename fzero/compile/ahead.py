@@ -10,6 +10,7 @@ import torch
 from fzero import backend, progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.collector import collector_paused
 from fzero.comm.transport import likely_names, transport_name
 from fzero.compile import decide
@@ -31,6 +32,7 @@ from fzero.ir.decisions import Decisions
 from fzero.spec import Spec, check_spec
 
 
+@short_tracebacks
 def lower(
     spec: Spec,
     params_like: Any,

@@ -198,6 +198,10 @@ class Program:
     def __str__(self) -> str:
         return to_text(self, live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE))
 
+    def __repr__(self) -> str:
+        role = "" if self.role is None else f"role {self.role}, "
+        return f"Program(mesh {self.mesh}, {role}{len(self.ops):,} ops: print it)"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the ops as a table."""
         levels = live_bytes(self.ops, self.buffers, lambda buffer: buffer.space == DEVICE)

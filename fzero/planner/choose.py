@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware
@@ -30,6 +31,7 @@ from fzero.spec import Spec, check_spec
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
 
 
+@short_tracebacks
 def plan(
     spec: Spec,
     params_like: Any,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fzero import tree
+from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.compile.ahead import lower
 from fzero.errors import SpecError, leaf_name
 from fzero.spec import Spec
@@ -42,6 +43,7 @@ class Longest:
         )
 
 
+@short_tracebacks
 def longest(
     spec: Spec | Callable[[int], Spec],
     params_like: Any,

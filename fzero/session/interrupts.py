@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fzero.capture.short_tracebacks import shorten
 from fzero.state.state import State
 
 log = logging.getLogger("fzero")
@@ -40,10 +41,11 @@ def keeps_state(step: Step) -> Step:
             after = step(state, *args, **kwargs)
             held.end()
             return after  # at once: any call here would be a place where Python looks for signals
-        except BaseException:  # also one that a handler raised once the new state was made
+        except BaseException as error:  # also one that a handler raised once the new state was made
             if after is not None:
                 state.become(after)
             held.end()
+            shorten(error)
             raise
 
     return keeping  # type: ignore[return-value]

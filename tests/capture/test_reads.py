@@ -293,6 +293,47 @@ def test_a_variable_of_the_function_around_a_class() -> None:
         fzero.step(state, X)
 
 
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * doubled(2.0)
+
+
+def doubled(x: Any) -> Any:
+    return x * 2.0
+
+
+def tripled(x: Any) -> Any:
+    return x * 3.0
+
+
+@pytest.mark.parametrize("fn", [doubled, Doubled.forward])
+def test_new_code_in_an_old_function_is_a_change(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython's `%autoreload` puts it there when a file is edited, on whatever line."""
+    layer = Doubled()
+
+    def loss(p: Any, b: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return layer(x)
+
+        return inner(b @ p["w"]).mean()
+
+    state = fzero.step(state_of(loss), X)
+    monkeypatch.setattr(fn, "__code__", fn.__code__.replace(co_firstlineno=1))
+    state = fzero.step(state, X)
+    other = tripled.__code__ if fn is doubled else (lambda self, x: x * 5.0).__code__
+    monkeypatch.setattr(fn, "__code__", other)
+    with pytest.raises(
+        CaptureError, match=rf"^the code of {fn.__qualname__}, which the step reads, was {fn.__qualname__} "
+    ):
+        fzero.step(state, X)
+    state = fzero.step(state_of(loss, on_change="retrace"), X)
+    before = float(state.metrics["loss"])
+    monkeypatch.setattr(fn, "__code__", (lambda *x: x[-1] * 0.0).__code__)
+    state = fzero.step(state, X)
+    assert before
+    assert not float(state.metrics["loss"])
+
+
 def test_partials_callables_and_custom_steps() -> None:
     def loss(p, b, by, table):
         return (b @ p["w"]).mean() * by * table["k"]

@@ -29,7 +29,7 @@ _STDLIB = tuple({os.path.dirname(os.__file__) + os.sep, sysconfig.get_paths()["s
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 # what is typed into Python, and the cells of notebooks that have no file
 _TYPED = ("<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython")
-_TORCH, _OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
+_TORCH, OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
 _OPTREE = optree.__path__[0] + os.sep
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
@@ -40,7 +40,7 @@ def kind_of(filename: str) -> str:
     that was generated."""
     if filename.startswith(_TYPED):
         return USER
-    if filename.startswith((_OURS, "<")):
+    if filename.startswith((OURS, "<")):
         return OTHER
     if filename.startswith(_TORCH):
         return LIBRARY if filename.startswith(_LAYERS) else OTHER

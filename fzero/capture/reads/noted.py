@@ -185,6 +185,7 @@ _NO_PARTS = (
     *DESCRIPTORS,
     enum.Enum,
     torch.Tensor,
+    types.CodeType,
     types.ModuleType,
     types.MethodType,
     types.BuiltinFunctionType,

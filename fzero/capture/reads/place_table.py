@@ -108,9 +108,9 @@ class PlaceTable:
     # --- after it
 
     def resolve(self, codes: Iterable[types.CodeType]) -> None:
-        """Finds the cells of the user's functions that ran, and notes the functions' defaults."""
+        """Finds the cells of the user's functions that ran, and notes the functions' code and defaults."""
         self._resolve_cells(codes)
-        self._defaults(codes)
+        self._functions(codes)
 
     def kept(self) -> list[ReadPlace]:
         """What stays to be compared. Raises CaptureError for a number that the functions count."""
@@ -192,9 +192,14 @@ class PlaceTable:
                 self.places.setdefault(known, place)
         self.cells.stand_ins.clear()
 
-    def _defaults(self, codes: Iterable[types.CodeType]) -> None:
-        """Notes the defaults of the user's functions that ran."""
+    def _functions(self, codes: Iterable[types.CodeType]) -> None:
+        """Notes the code and the defaults of the user's functions that ran: IPython's `%autoreload` puts new code into
+        an old function. Not the code of a function within one that ran: it was made anew in the trace."""
+        codes = [*codes]
+        inner = {const for code in codes for const in code.co_consts if isinstance(const, types.CodeType)}
         for fn in (fn for code in codes for fn in self.cells.functions.get(code, ())):
+            if fn.__code__ not in inner:
+                self.note((ATTRIBUTE, fn, "__code__"), f"the code of {fn.__qualname__}", "the step", None)
             for part in ("__defaults__", "__kwdefaults__"):
                 if values := getattr(fn, part):
                     name = f"{fn.__name__}.{part}"

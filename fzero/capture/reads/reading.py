@@ -100,8 +100,9 @@ class Reading:
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         named = [kind for kind in _class_of(owner).__mro__ if code.co_name in vars(kind)]
         for kind in named:
-            fns = worth.functions_of(vars(kind)[code.co_name])
-            if any(isinstance(fn, types.FunctionType) and fn.__code__ is code for fn in fns):
+            fns = [fn for fn in worth.functions_of(vars(kind)[code.co_name]) if isinstance(fn, types.FunctionType)]
+            if running := [fn for fn in fns if fn.__code__ is code]:
+                self.table.cells.know(running[0])
                 asked = owner if kind is named[0] else kind
                 for spot in read_places.attribute(asked, code.co_name)[0]:
                     self.table.note(spot, f"{kind.__qualname__}.{code.co_name}", _where(frame), None)

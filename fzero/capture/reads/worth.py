@@ -7,6 +7,7 @@ import decimal
 import enum
 import fractions
 import functools
+import os
 import pathlib
 import re
 import reprlib
@@ -56,6 +57,8 @@ def same(old: Any, new: Any) -> bool:
         return bool(old == new)
     if isinstance(old, types.FunctionType):
         return _same_function(old, new)
+    if isinstance(old, types.CodeType):
+        return same_code(old, new)
     if isinstance(old, types.MethodType):
         return old.__self__ is new.__self__ and same(old.__func__, new.__func__)
     return isinstance(old, DESCRIPTORS) and same(functions_of(old), functions_of(new))
@@ -115,6 +118,8 @@ def shown(value: Any) -> str:
         return describe(value)
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return defined_at(value)
+    if isinstance(value, types.CodeType):
+        return f"{value.co_qualname.rpartition('<locals>.')[2]} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
     if isinstance(value, nn.Module):
         return type(value).__name__
     return reprlib.repr(value)
