@@ -98,15 +98,13 @@ class Reading:
         """Notes where a method lies that runs, for not each is named: `__mul__`, `forward`, one of `super()`."""
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        named = [kind for kind in _class_of(owner).__mro__ if code.co_name in vars(kind)]
-        for kind in named:
-            fns = [fn for fn in worth.functions_of(vars(kind)[code.co_name]) if isinstance(fn, types.FunctionType)]
-            if running := [fn for fn in fns if fn.__code__ is code]:
-                self.table.cells.know(running[0])
-                asked = owner if kind is named[0] else kind
-                for spot in read_places.attribute(asked, code.co_name)[0]:
-                    self.table.note(spot, f"{kind.__qualname__}.{code.co_name}", _where(frame), None)
-                return
+        found = {name: kind for kind in reversed(_class_of(owner).__mro__) for name in _names_of(kind, code)}
+        for name, kind in found.items():
+            first = next(one for one in _class_of(owner).__mro__ if name in vars(one))
+            for spot in read_places.attribute(owner if kind is first else kind, name)[0]:
+                self.table.note(spot, f"{kind.__qualname__}.{name}", _where(frame), None)
+            for fn in _running(vars(kind)[name], code):
+                self.table.cells.know(fn)
 
     def line(self, frame: types.FrameType) -> None:
         """Notes what the line names that a function is about to run."""
@@ -254,6 +252,20 @@ class Reading:
             yield (ENTRY, variables, first), first, where
             if isinstance(owner, type) and "." not in rest and rest in vars(owner):
                 yield (ATTRIBUTE, owner, rest), f"{first}.{rest}", where
+
+
+def _names_of(kind: type, code: types.CodeType) -> list[str]:
+    """The names under which a class has a function of this code: its own, else others (`forward = other`)."""
+    if code.co_name in vars(kind):
+        return [code.co_name] if _running(vars(kind)[code.co_name], code) else []
+    if kind.__module__.partition(".")[0] in ("builtins", "torch"):
+        return []
+    return [name for name, raw in vars(kind).items() if _running(raw, code)]
+
+
+def _running(raw: Any, code: types.CodeType) -> list[types.FunctionType]:
+    """The functions of this code that a class's attribute runs."""
+    return [fn for fn in worth.functions_of(raw) if isinstance(fn, types.FunctionType) and fn.__code__ is code]
 
 
 def _class_of(owner: Any) -> type:

@@ -119,7 +119,8 @@ def shown(value: Any) -> str:
     if isinstance(value, (types.FunctionType, types.MethodType)):
         return defined_at(value)
     if isinstance(value, types.CodeType):
-        return f"{value.co_qualname.rpartition('<locals>.')[2]} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
+        name = value.co_qualname.rpartition("<locals>.")[2]
+        return f"{name} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
     if isinstance(value, nn.Module):
         return type(value).__name__
     return reprlib.repr(value)
