@@ -8,9 +8,12 @@ import copy
 import dataclasses
 import datetime
 import functools
+import importlib
 import re
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,3 +312,49 @@ def test_a_count_by_setattr_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"it\.n, which .* is changed by .* from 1\.0 to 2\.0"):
         fzero.step(begun(ask), X)
+
+
+LIBRARY = """
+class Config:
+    def __init__(self, **values):
+        object.__setattr__(self, "_fields", values)
+    def __getitem__(self, key):
+        return self._fields[key]
+    def get(self, key, default=None):
+        return self._fields.get(key, default)
+    def __setattr__(self, key, value):
+        self._fields[key] = value
+
+class Munch(dict):
+    def __getattr__(self, key):
+        return self[key]
+    @property
+    def __dict__(self):
+        return dict(self)
+"""
+
+
+@pytest.mark.parametrize("case", ["item", "nested item", "get", "get with a default", "a dict's copy as its __dict__"])
+def test_a_configuration_of_an_installed_library(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of omegaconf, ml_collections and munch."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "configs_of_a_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+    of = importlib.import_module("configs_of_a_library")
+    inner, shown = of.Config(alpha=2.0), of.Munch(alpha=2.0)
+    config = of.Config(alpha=2.0, inner=inner)
+    read, name = {
+        "item": (lambda: config["alpha"], r"config\['alpha'\]"),
+        "nested item": (lambda: config["inner"]["alpha"], r"config\['inner'\]\['alpha'\]"),
+        "get": (lambda: config.get("alpha"), r"config\['alpha'\]"),
+        "get with a default": (lambda: config.get("beta", 3.0), r"config\['beta'\]"),
+        "a dict's copy as its __dict__": (lambda: shown.alpha, r"shown\.alpha"),
+    }[case]
+    state = fzero.step(begun(read), X)
+    config.alpha = inner.alpha = shown["alpha"] = float("2")
+    state = fzero.step(state, X)
+    config.alpha = config.beta = inner.alpha = shown["alpha"] = 5.0
+    with pytest.raises(CaptureError, match=rf"^{name}, which .* reads, was .* and is 5.0"):
+        fzero.step(state, X)
+    sys.modules.pop("configs_of_a_library")

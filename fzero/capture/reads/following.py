@@ -86,7 +86,8 @@ class Following:
         if isinstance(step, str):
             return read_places.attribute(owner, step)
         if isinstance(step, Get) and not isinstance(owner, (dict, read_places.ENVIRON)):
-            return read_places.attribute(owner, "get")[0], MISSING
+            spots, value = read_places.got(owner, self._key(step.key, frame, where))
+            return [*read_places.attribute(owner, "get")[0], *spots], value
         key = self._key(step.key if isinstance(step, (Get, Within, Named)) else step, frame, where)
         if isinstance(step, Named):
             return read_places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)

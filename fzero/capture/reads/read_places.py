@@ -25,8 +25,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from fzero.capture.reads.frames import LIBRARY, kind_of
 from fzero.capture.reads.module_parts import ModuleParts
-from fzero.capture.reads.worth import DESCRIPTORS, MISSING, Worth, is_traced, same
+from fzero.capture.reads.worth import DESCRIPTORS, MISSING, Worth, is_fixed, is_traced, same
 
 ENTRY, ITEM, ATTRIBUTE, COPY = "entry", "item", "attribute", "copy"
 READ: dict[str, Callable[[Any, Any], Any]] = {
@@ -108,7 +109,7 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
             else (_of_descriptor(owner, name, of_class(owner, name)), MISSING)
         )
     kind, own = type(owner), getattr(owner, "__dict__", None)
-    own = own if isinstance(own, dict) else None
+    own = own if isinstance(own, dict) and own is getattr(owner, "__dict__", None) else None  # no copy of what it holds
     raw = of_class(kind, name)
     if isinstance(raw, types.MemberDescriptorType):  # of __slots__
         return [(ATTRIBUTE, owner, name)], _get(owner, name)
@@ -184,7 +185,8 @@ def target(owner: Any, name: str) -> Spot:
 
 
 def item(owner: Any, key: Any) -> tuple[list[Spot], Any]:
-    """(where `owner[key]` lies, its value): of dicts, lists, tuples, lists of modules. Else no spots, and MISSING."""
+    """(where `owner[key]` lies, its value): of dicts, lists, tuples, lists of modules, objects of installed libraries.
+    Else no spots, and MISSING."""
     if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         owner, key = owner._modules, str(key)
     try:
@@ -192,11 +194,34 @@ def item(owner: Any, key: Any) -> tuple[list[Spot], Any]:
             return ([] if key is MISSING else [(ENTRY, owner, key)]), dict.get(owner, key, MISSING)
         if isinstance(owner, (list, tuple, deque)) or (isinstance(owner, Mapping) and key in owner):
             return [(ITEM, owner, key)], owner[key]
+        if is_fixed(key) and by_library(owner, "__getitem__") and same(value := owner[key], owner[key]):
+            return [(ITEM, owner, key)], value
     except IndexError:  # which may come later
         return [(COPY, owner, len)], MISSING
     except Exception:  # a key that does not fit: the user's own code will say so
         pass
     return [], MISSING
+
+
+def got(owner: Any, key: Any) -> tuple[list[Spot], Any]:
+    """The same of `owner.get(key)` of such an object."""
+    asked = Asked("get", key)
+    try:
+        if is_fixed(key) and by_library(owner, "get") and (value := asked(owner)) == asked(owner):
+            return [(COPY, owner, asked)], value.value
+    except Exception:  # the user's own code will say so
+        pass
+    return [], MISSING
+
+
+def by_library(owner: Any, method: str) -> bool:
+    """Whether a method of an object, as a configuration's, is written in an installed library that is not torch."""
+    fn = of_class(type(owner), method)
+    return (
+        isinstance(fn, types.FunctionType)
+        and kind_of(fn.__code__.co_filename) == LIBRARY
+        and fn.__module__[:6] != "torch."
+    )
 
 
 def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
