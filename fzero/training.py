@@ -19,7 +19,7 @@ import torch
 
 from fzero import optim, random, tree
 from fzero.capture.graph import PerRank
-from fzero.capture.provenance import defined_at
+from fzero.capture.provenance import called, defined_at
 from fzero.error_feedback import first_error
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.functional import with_metrics
@@ -75,7 +75,8 @@ class Training:
         if not local:
             grads, metrics = self._clipped(grads, metrics)
         master = self._master(train)
-        updates, opt_state = _pair(self.optimizer.update(grads, state["opt_state"], master))
+        update = called(self.optimizer.update, "(grads, opt_state, params)", grads, state["opt_state"], master)
+        updates, opt_state = _pair(update)
         train = self._rounded(optim.apply_updates(master, updates), train, draw)
         new = {"params": tree.merge(train, frozen), "opt_state": opt_state}
         if "error" in state:

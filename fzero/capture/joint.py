@@ -26,7 +26,7 @@ from fzero import tree
 from fzero.capture.ambient_rng import Keyed
 from fzero.capture.context import active
 from fzero.capture.leaves import check_leaf
-from fzero.capture.provenance import defined_at, describe, shown
+from fzero.capture.provenance import check_call, defined_at, describe, shown
 from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir.code_ops import coded
@@ -117,6 +117,9 @@ class Joint:
         static = tracing.static if tracing is not None else ()
         self.is_tensor = [isinstance(leaf, Tensor) and id(leaf) not in static for leaf in self.arg_leaves]
         self.asks_key = asks_key(self.fn) and "key" not in self.kwargs
+        more = "batch" if len(self.args) == 1 else f"and {len(self.args)} arguments"
+        given = self.kwargs | ({"key": self.key} if self.asks_key else {})
+        check_call(self.fn, f"(params, {more})", self.params, *self.args, **given)
         if self.asks_key and self.key is None:
             raise CaptureError(
                 f"{defined_at(self.fn)} asks for a key: give fzero.init one (fzero.init(params, spec, "
@@ -272,8 +275,11 @@ class Joint:
         shown += " gets" if len(missing) == 1 else " get"
         them = "it" if len(missing) == 1 else "them"
         if not self.unused:
+            its = ""
+            if len(missing) == len(self.paths):  # it is not that one leaf was forgotten
+                its = " (a module that is called computes with its own: functional_call(module, params, (x,)))"
             raise CaptureError(
-                f"{shown} no gradient from the loss {defined_at(self.fn)}. Use {them}, leave {them} out of the "
+                f"{shown} no gradient from the loss {defined_at(self.fn)}. Use {them}{its}, leave {them} out of the "
                 "parameters, or pass allow_unused=True"
             )
         log.warning("fzero: %s no gradient from the loss: it is zero here, and weight decay moves %s still",

@@ -15,6 +15,7 @@ import torch
 
 from fzero import tree
 from fzero.capture.static import Static
+from fzero.errors import CaptureError
 from fzero.ir.records import DTYPE_NAMES
 
 _OURS = (
@@ -52,6 +53,26 @@ def defined_at(fn: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(fn), "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     name = getattr(fn, "__name__", type(fn).__name__)
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else name
+
+
+def check_call(fn: Callable[..., Any], takes: str, *args: Any, **kwargs: Any) -> None:
+    """Raises CaptureError if a user's function does not take what it is called with. takes: that, in words."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # of C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"{defined_at(fn)} has the arguments {signature}, and is called with {takes}: {error}"
+        ) from None
+
+
+def called(fn: Callable[..., Any], takes: str, *args: Any) -> Any:
+    """What a function returns, once `check_call` is content."""
+    check_call(fn, takes, *args)
+    return fn(*args)
 
 
 def describe(value: Any) -> str:

@@ -7,9 +7,10 @@ was raised in its code or an error that no line of the user has part in, keeps a
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fzero.capture.reads.frames import OTHER, OURS, kind_of
@@ -24,22 +25,25 @@ _CALLS_OF_LAYERS = tuple(
 
 
 def short_tracebacks(call: Call) -> Call:
-    """A function of the user's words whose errors have the user's frames."""
+    """A function of the user's words whose errors have the user's frames. One that does not take what it is given
+    raises Python's own TypeError, which has those alone."""
+    signature = inspect.signature(call)
 
     @functools.wraps(call)
     def shortened(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            shorten(error)
+            shorten(error, misused=isinstance(error, TypeError) and not _takes(signature, args, kwargs))
             raise
 
     return shortened  # type: ignore[return-value]
 
 
-def shorten(error: BaseException) -> None:
-    """Leaves the user's frames in an error's traceback, and in those of its causes."""
-    if os.environ.get(SWITCH) == "full" or not isinstance(error, Exception) or not _is_users(error):
+def shorten(error: Exception, *, misused: bool = False) -> None:
+    """Leaves the user's frames in an error's traceback, and in those of its causes. misused: it is the user's in any
+    case."""
+    if os.environ.get(SWITCH) == "full" or not (misused or _is_users(error)):
         return
     one: BaseException | None = error
     known: set[int] = set()
@@ -47,6 +51,20 @@ def shorten(error: BaseException) -> None:
         known.add(id(one))
         one.__traceback__ = _joined([at for at in _frames(one.__traceback__) if _stays(at)])
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def without_caller(error: BaseException) -> None:
+    """Leaves the function out of a traceback that handles the error, and is no more than a wrapper."""
+    if error.__traceback__ is not None and os.environ.get(SWITCH) != "full":
+        error.__traceback__ = error.__traceback__.tb_next
+
+
+def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_users(error: Exception) -> bool:

@@ -26,7 +26,7 @@ from fzero.capture.graph import Graph, PerRank
 from fzero.capture.joint import no_tensor
 from fzero.capture.known import Closed
 from fzero.capture.leaves import check_leaf, check_names, fake_like
-from fzero.capture.provenance import describe, found_name
+from fzero.capture.provenance import called, describe, found_name
 from fzero.capture.reads.noted import Reads
 from fzero.capture.reads.reading import Reading
 from fzero.capture.static import opened
@@ -68,9 +68,8 @@ def capture(
         nonlocal metric_names, metrics_treedef
         feed = iter(flat_inputs[len(state_leaves) :])
         full = [next(feed) if tensor else opened(leaf) for leaf, tensor in zip(batch_leaves, is_tensor, strict=True)]
-        result = step(
-            tree.unflatten(state_treedef, flat_inputs[: len(state_leaves)]), tree.unflatten(batch_treedef, full)
-        )
+        state = tree.unflatten(state_treedef, flat_inputs[: len(state_leaves)])
+        result = called(step, "(state, batch)", state, tree.unflatten(batch_treedef, full))
         new_leaves = _check_result(result, state_paths, state_leaves, per_rank)
         paths, metrics, metrics_treedef = tree.flatten(result[1])
         _check_metrics(paths, metrics)

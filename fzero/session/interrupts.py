@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fzero.capture.short_tracebacks import shorten
+from fzero.capture.short_tracebacks import without_caller
 from fzero.state.state import State
 
 log = logging.getLogger("fzero")
@@ -45,7 +45,7 @@ def keeps_state(step: Step) -> Step:
             if after is not None:
                 state.become(after)
             held.end()
-            shorten(error)
+            without_caller(error)
             raise
 
     return keeping  # type: ignore[return-value]

@@ -15,6 +15,7 @@ from fzero import optim
 from fzero.interop import from_module
 
 W, X = {"w": torch.ones(3, 2)}, torch.ones(4, 3)
+LAYER = torch.nn.Linear(3, 2)
 
 
 def square(p: Any, b: Tensor) -> Tensor:
@@ -50,6 +51,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
                         "'w2' gets no gradient from the loss square"),
     "two leaves unused": (lambda: stepped(params={**W, "w2": torch.ones(2), "w3": torch.ones(2)}), fzero.CaptureError,
                           "'w2', 'w3' get no gradient from the loss square"),
+    "no leaf used": (lambda: stepped(lambda p, b: LAYER(b).mean()), fzero.CaptureError,
+                     "computes with its own: functional_call(module, params, (x,))"),
+    "a loss of the parameters": (lambda: stepped(lambda p: p["w"].sum()), fzero.CaptureError,
+                                 "has the arguments (p), and is called with (params, batch): too many positional"),
+    "a loss of x and y": (lambda: stepped(lambda p, x, y: x.sum(), (X, X)), fzero.CaptureError,
+                          "has the arguments (p, x, y), and is called with (params, batch): missing a required"),
+    "a function of the parameters": (lambda: fzero.evaluate(stepped(), X, lambda p: p), fzero.CaptureError,
+                                     "has the arguments (p), and is called with (params, batch): too many"),
+    "a step of the state": (lambda: fzero.step(fzero.init(W, fzero.Spec(step=lambda s: s)), X), fzero.CaptureError,
+                            "has the arguments (s), and is called with (state, batch): too many"),
+    "an update of gradients": (lambda: stepped(optimizer=optim.GradientTransformation(lambda p: {}, lambda g: g)),
+                               fzero.CaptureError, "is called with (grads, opt_state, params): too many"),
 }  # fmt: skip
 
 
