@@ -81,7 +81,22 @@ class Messages:
     def start(self, op: Op, tensors: Sequence[torch.Tensor]) -> Pending:
         """Starts a send or recv op; the memory of its one tensor is sent or written."""
         run = self.send if op.is_send else self.recv
-        return Pending([run(as_it_lies(tensors[0]), op.peer, op.tag)])
+        return Pending([run(moved(as_it_lies(tensors[0])), op.peer, op.tag)])
+
+
+# of NCCL (torch's ProcessGroupNCCL): it moves and adds these; complex numbers are added as pairs
+KNOWN = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
+KNOWN |= {torch.float64}
+
+
+def moved(flat: torch.Tensor) -> torch.Tensor:
+    """A view of a 1-D tensor that is only moved: as bytes, where a library may not know the dtype."""
+    return flat if flat.dtype in KNOWN else flat_bytes(flat)
+
+
+def added(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor that is summed."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 AllGather = Callable[[Messages, torch.Tensor, torch.Tensor, int], list[Any]]
@@ -277,17 +292,17 @@ class Nccl:
         drain(self, list(self.pending))
 
     def _gather(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-        return all_gather_single(dest.view(-1), source.view(-1), group=self.group, async_op=True)
+        return all_gather_single(moved(dest.view(-1)), moved(source.view(-1)), group=self.group, async_op=True)
 
     def _exchange(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-        return dist.all_to_all_single(dest.view(-1), source.view(-1), group=self.group, async_op=True)
+        return dist.all_to_all_single(moved(dest.view(-1)), moved(source.view(-1)), group=self.group, async_op=True)
 
     def _scatter(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
-        return dist.reduce_scatter_tensor(dest, source, op=self._how(op), group=self.group, async_op=True)
+        return dist.reduce_scatter_tensor(added(dest), added(source), op=self._how(op), group=self.group, async_op=True)
 
     def _reduce(self, op: Op, source: torch.Tensor, dest: torch.Tensor) -> Any:
         dest.view(-1).copy_(source.reshape(-1))
-        return dist.all_reduce(dest, op=self._how(op), group=self.group, async_op=True)
+        return dist.all_reduce(added(dest), op=self._how(op), group=self.group, async_op=True)
 
     def _how(self, op: Op) -> Any:
         return dist.ReduceOp.MAX if op.reduction == "max" else dist.ReduceOp.SUM

@@ -18,6 +18,7 @@ if STANDIN:
     os.environ["TRITON_INTERPRET"] = "1"
     standin.install()
 
+import itertools
 import json
 import tempfile
 import time
@@ -61,7 +62,7 @@ from fzero.codegen import bind, handed, own_kernels
 from fzero.comm import heartbeat, transfers
 from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
-from fzero.ir.op import Op
+from fzero.ir.op import Op, make_op
 from fzero.ir.records import Ref
 from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, row_sums
 from fzero.kernels import round as rounding
@@ -760,13 +761,39 @@ def the_group_must_be_nccl() -> None:
 def messages() -> None:
     """A kind of transfer that NCCL has no collective for."""
     comm = transfers.Nccl(Line.whole(RANK, WORLD), heartbeat.ALONE)
-    x = torch.full((4,), float(RANK), device=HERE)
-    kind = "send" if RANK == 0 else "recv"
-    refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}
-    comm.start("x", Op(kind, **refs, attrs=(("peer", 1 - RANK),)), [x])  # type: ignore[arg-type]
-    assert comm.ready("x"), "the host never waits for another rank"
-    comm.wait("x")
-    assert x.tolist() == [0.0] * 4
+    for dtype in (torch.float32, torch.int16, torch.complex64):  # NCCL knows the first
+        x = torch.full((4,), RANK, dtype=dtype, device=HERE)
+        kind = "send" if RANK == 0 else "recv"
+        refs = {"reads": (Ref("x"),), "writes": ()} if RANK == 0 else {"reads": (), "writes": (Ref("x"),)}
+        comm.start("x", Op(kind, **refs, attrs=(("peer", 1 - RANK),)), [x])  # type: ignore[arg-type]
+        assert comm.ready("x"), "the host never waits for another rank"
+        comm.wait("x")
+        assert x.tolist() == [0] * 4
+
+
+@scenario(2)
+def values_that_nccl_does_not_know() -> None:
+    """What is moved travels as bytes, and a complex number is added as two."""
+    comm, dtypes = transfers.Nccl(Line.whole(RANK, WORLD), heartbeat.ALONE), (torch.int16, torch.complex64)
+    for kind, dtype in itertools.product(("all_gather_values", "all_to_all", "reduce_scatter", "all_reduce"), dtypes):
+        adds = "reduce" in kind
+        if adds and not dtype.is_complex:
+            continue
+        source = torch.arange(4, device=HERE).to(dtype) + 4 * RANK
+        shape = {"all_gather_values": 8, "reduce_scatter": 2}.get(kind, 4)
+        dest = torch.zeros(shape, dtype=dtype, device=HERE)
+        given = {"op": "sum", "divisor": 2} if adds else {}
+        comm.start("b", make_op(kind, [Ref("a")], [Ref("b")], axis="dp", **given), [source, dest])
+        comm.wait("b")
+        assert (
+            dest.tolist()
+            == {
+                "all_gather_values": [*range(8)],
+                "all_to_all": [2 * RANK, 2 * RANK + 1, 4 + 2 * RANK, 5 + 2 * RANK],
+                "reduce_scatter": [2 + 2 * RANK, 3 + 2 * RANK],
+                "all_reduce": [2, 3, 4, 5],
+            }[kind]
+        )
 
 
 def piped_loss(params: Any, b: Any) -> Any:
