@@ -33,18 +33,22 @@ def keeps_state(step: Step) -> Step:
 
     @functools.wraps(step)
     def keeping(state: State, *args: Any, **kwargs: Any) -> State:
-        if torch.compiler.is_compiling() or not isinstance(state, State) or not _here():
+        if torch.compiler.is_compiling():
             return step(state, *args, **kwargs)
-        held, after = _Held(state), None
+        held = _Held(state) if isinstance(state, State) and _here() else None
+        after = None
         try:
+            if held is None:
+                return step(state, *args, **kwargs)
             held.begin()
             after = step(state, *args, **kwargs)
             held.end()
             return after  # at once: any call here would be a place where Python looks for signals
         except BaseException as error:  # also one that a handler raised once the new state was made
-            if after is not None:
+            if held is not None and after is not None:
                 state.become(after)
-            held.end()
+            if held is not None:
+                held.end()
             without_caller(error)
             raise
 
