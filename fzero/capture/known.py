@@ -169,7 +169,7 @@ class Known:
         if not isinstance(value, torch.Tensor):
             return value
         with unwatched():
-            there = value.to(device)
+            there = value.to(device, copy=True)  # in-place work is done on the known value too
         fake = torch.ops.aten.lift_fresh.default(there)
         self.values[fake] = value, frozenset()
         return fake

@@ -77,6 +77,22 @@ def test_what_no_input_decides_may_be_asked_for(name: str) -> None:
     assert torch.allclose(fzero.unshard(state.params)["w"], params()["w"] - 0.1 * w.grad, atol=1e-6)
 
 
+def test_in_place_work_on_a_value_that_was_asked_for_is_done_once() -> None:
+    """A selection is a literal of the program, and the known value beside it was the same memory: `x[mask] -= 1`, as
+    ChebConv's of PyTorch Geometric, subtracted 2 in silence."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        scale = 2 * WEIGHTS
+        scale[MASK] -= 1
+        picked = WEIGHTS[torch.tensor([2, 0])]
+        picked.mul_(3).add_(1)
+        return (b @ (scale[:, None] * p["w"])).sum() + picked.sum() * p["w"].sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    state = fzero.step(fzero.init(params(), spec), X)
+    assert torch.allclose(state.metrics["loss"], loss(params(), X), atol=1e-6)
+
+
 def by_input(p: Any, b: Tensor) -> Tensor:
     mask = torch.zeros(4, dtype=torch.bool)
     view = mask[1:]
