@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 Bound = types.FunctionType | weakref.ref[Any]
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+# what makes, copies or pickles a module, and no call of it runs
+_MAKERS = {"__init__", "__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__deepcopy__"}
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, types.CodeType, Tensor)
 
 
@@ -193,7 +195,7 @@ class _Reached:
         self.kinds.add(kind)
         for name, x in kind.__dict__.items():
             self.waiting.setdefault(name, []).append((kind, x, f"{path}.{name}".lstrip(".")))
-            if name.startswith("__") and name != "__init__" and not _torchs(kind):
+            if name.startswith("__") and name not in _MAKERS and not _torchs(kind):
                 self.names.add(name)  # as __call__, which no code names
 
 

@@ -99,6 +99,7 @@ class Apply:
         module = closures.copied(self._module, self._bound, memo)[0]
         versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._others]
+        flags = {name: value.requires_grad for name, value in placed.items()}
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = function(module)
@@ -109,6 +110,10 @@ class Apply:
             if traced:
                 raise
             raise CaptureError(str(error)) from None
+        finally:
+            for name, value in placed.items():  # a forward may set it, as of a sum of losses that begins with a buffer
+                if value.requires_grad != flags[name] and value.is_leaf:
+                    value.requires_grad_(flags[name])
         if before != [version(value) for value in self._others]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         buffers_after = dict(module.named_buffers())

@@ -249,6 +249,29 @@ def test_a_function_that_sees_nothing_of_the_module_stays_the_same() -> None:
     assert seen == [X.shape]
 
 
+def test_what_only_made_a_module_is_not_what_its_forward_sees() -> None:
+    """Unpickling runs `__setstate__` and, by its `super().__init__`, names what no forward calls: einops' layers did so
+    of every module around them."""
+    net = Net()
+
+    class Unpickled(nn.Identity):
+        def __setstate__(self, state: Any) -> None:
+            super().__init__()
+            self.__dict__.update(state)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.same = net, Unpickled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.same(self.net(x))
+            return out
+
+    params, buffers, apply = from_module(Around())
+    assert torch.equal(apply(params, buffers, X), net(X))
+
+
 # --- what no copy can follow ------------------------------------------------------------------------------------------
 
 
