@@ -107,10 +107,11 @@ def _walk(root: Any, name: str, *, classes: bool) -> Iterator[tuple[Any, str]]:
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     """The objects that an object refers to, each with its path."""
+    held = next((kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind)), None)
     if isinstance(value, dict):
-        yield from ((x, f"{path}[{key!r}]") for key, x in list(value.items()))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((x, f"{path}[{i}]") for i, x in enumerate(list(value)))
+        yield from ((x, f"{path}[{key!r}]") for key, x in list(dict.items(value)))
+    elif held is not None:  # by the class's own iteration: one that inherits it may refuse its length
+        yield from ((x, f"{path}[{i}]") for i, x in enumerate(list(held.__iter__(value))))
     elif isinstance(value, types.FunctionType):
         yield from _seen_by(value, path)
     elif isinstance(value, types.MethodType):

@@ -150,7 +150,7 @@ def test_a_switch_that_is_a_buffer_is_refused_with_its_remedy() -> None:
         return fzero.step(fzero.init(first, fzero.Spec(step=step)), x)
 
     params, buffers, apply = from_module(module, mutable=True)
-    with pytest.raises(fzero.CaptureError, match=r"self.ready is a buffer .* leave out of it.* mutable=\("):
+    with pytest.raises(fzero.CaptureError, match=r"self.ready is a buffer .* leave out of the state.* mutable=\("):
         start(params, buffers, lambda p, buffers, x: apply(p, buffers, x))
     params, buffers, apply = from_module(module, mutable=("mean",))
     changing = {"mean": buffers["mean"]}
