@@ -155,6 +155,12 @@ _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 REPLACED: dict[Any, Callable[..., Any]] = {}
 
 
+def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of one storage, in one dtype and order."""
+    one, other = ((v.dtype, v.shape, v.stride(), v.storage_offset(), v.untyped_storage()._cdata) for v in (x, y))
+    return one == other
+
+
 class NoExchange(TorchFunctionMode):
     """Refuses `x.data = y`: it is no op, so a trace would go on with the old value.
 
@@ -164,11 +170,13 @@ class NoExchange(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _SETS_DATA:
+        if func == _SETS_DATA and not _same_memory(*args[:2]):
             raise Refused(
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
                 "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
             )
+        if func == _SETS_DATA:  # `x.data = x.data.to(x.dtype)` puts nothing new there
+            return None
         if func in layers.KINDS:
             return layers.run(func, args, kwargs or {})
         if func in REPLACED:

@@ -484,6 +484,21 @@ def test_a_convolution_of_two_dtypes_is_told_by_the_librarys_line(tmp_path: Path
     refused(loss, here(loss), "in somebodys.py:2 in convolved: operands have two dtypes", "Precision(compute=")
 
 
+def test_data_that_is_put_where_it_is_already_is_fine() -> None:
+    """As heads of metric learning do, whose weight may have another dtype: `self.W.data = self.W.data.to(dtype)`."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        p["w"].data = p["w"].data.to(b.dtype)
+        return mean_square(p, b)
+
+    def halved(p: Any, b: Tensor) -> Tensor:
+        p["w"].data = p["w"].data / 2  # here
+        return mean_square(p, b)
+
+    agrees(loss)
+    refused(halved, here(halved), "`.data = ...`")
+
+
 def test_a_backward_in_a_loss_is_refused() -> None:
     """Torch's advice was retain_graph=True."""
 

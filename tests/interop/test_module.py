@@ -163,6 +163,29 @@ def test_a_switch_that_is_a_buffer_is_refused_with_its_remedy() -> None:
     torch.testing.assert_close(state.tree["buffers"]["mean"].full(), module.mean)
 
 
+def test_frozen_parameters_beside_statistics_stay_as_they_are() -> None:
+    """`with_buffers` trained them, and decayed them, in silence."""
+    module, x = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Linear(4, 1)), data(6, 4)
+    params, buffers, apply = from_module(module, mutable=True)
+
+    def loss(p: Any, buffers: Any, x: Tensor) -> Any:
+        output, buffers = apply(p, buffers, x)
+        return output.square().mean(), buffers
+
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
+    first, step = fzero.interop.with_buffers(loss, params, buffers, fzero.optim.adamw(0.1, weight_decay=0.1))
+    state = fzero.init(first, fzero.Spec(step=step))
+    for _ in range(2):
+        state = fzero.step(state, x)
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    ends = fzero.unshard(state.tree["params"])
+    assert same_bits(ends["0.weight"], params["0.weight"])
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(ends[name], value.detach())
+
+
 def test_later_changes_of_the_module_do_not_reach_apply() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
     params, buffers, apply = from_module(module)
