@@ -242,6 +242,7 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and apply needs a copy "
             "without its parameters. Keep locks, files, process groups and tensors with a graph off the module"
         ) from error
+    _check_copies(skeleton, ours)
     if path := closures.leak(skeleton, closures.own(module)):
         raise TreeError(
             f"{type(module).__name__} sees its own weights through {path}, which a copy cannot follow: apply would use "
@@ -249,6 +250,21 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
         )
     others = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
     return skeleton, others, bound
+
+
+def _check_copies(skeleton: nn.Module, ours: Collection[int]) -> None:
+    """Raises TreeError for a module whose copy has tensors of its own in the place of those that it was given.
+
+    ours: the ids of those that it was given.
+    """
+    for path, part in skeleton.named_modules():
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        if strays := [name for name, value in own if id(value) not in ours]:
+            raise TreeError(
+                f"{'.'.join(filter(None, (path, strays[0])))!r} of {type(skeleton).__name__}: a copy of "
+                f"{type(part).__name__} makes its own tensors (it has a __deepcopy__), so apply could not put others "
+                "in their place. Hold the modules as plain attributes, and compute the loss with those"
+            )
 
 
 def _writable(value: Tensor, traced: bool) -> Tensor:

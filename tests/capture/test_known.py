@@ -57,6 +57,7 @@ KNOWN: dict[str, Loss] = {
     "made in the loss": lambda p, b: (b[:, torch.arange(3) != 1] @ p["w"][torch.arange(3) != 1]).sum(),
     "causal mask": lambda p, b: (p["w"].T @ torch.ones(3, 3).tril()[torch.eye(3).bool().any(0)]).sum() + b.sum(),
     "tolist": lambda p, b: sum((p["w"][i].sum() for i in torch.tensor([2, 0]).tolist()), b.sum()),
+    "of a shape": lambda p, b: (b @ p["w"]).sum() * (2.0 if torch.ones_like(b, dtype=torch.uint8)[0].all() else 1.0),
     "written in the loss": written,
     "written to a literal": literal,
     "lengths": sliced,
@@ -109,6 +110,7 @@ def through_a_view(p: Any, b: Tensor) -> Tensor:
 UNKNOWN: dict[str, Loss] = {
     "written through a view": through_a_view,
     "written by an input": by_input,
+    "of a shape, and written by an input": lambda p, b: p["w"].sum() * torch.zeros_like(b).add_(b).sum().item(),
     "from the batch": lambda p, b: p["w"].sum() * (WEIGHTS * b[0]).sum().item(),
     "memory without values": lambda p, b: p["w"].sum() * torch.empty(3).sum().item(),
     "drawn": lambda p, b: p["w"].sum() * torch.rand(3).sum().item(),

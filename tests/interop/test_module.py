@@ -163,6 +163,21 @@ def test_a_switch_that_is_a_buffer_is_refused_with_its_remedy() -> None:
     torch.testing.assert_close(state.tree["buffers"]["mean"].full(), module.mean)
 
 
+class Cloned(nn.Linear):
+    """As the parameters of a tensordict."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        twin = Cloned(self.in_features, self.out_features)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+def test_a_module_whose_copy_has_weights_of_its_own_is_refused() -> None:
+    """`apply` ignored what it was given, and computed with the values that the weights once had (TorchRL's losses)."""
+    with pytest.raises(fzero.TreeError, match=r"'1.weight' of Sequential: a copy of Cloned makes its own tensors"):
+        from_module(nn.Sequential(nn.Linear(4, 4), Cloned(4, 4)))
+
+
 def test_frozen_parameters_beside_statistics_stay_as_they_are() -> None:
     """`with_buffers` trained them, and decayed them, in silence."""
     module, x = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Linear(4, 1)), data(6, 4)
