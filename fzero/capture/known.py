@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fzero import backend
 from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.provenance import name_of
+from fzero.ir.op_info import of
 
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
 MOST_BYTES = 4096  # of a closed-over tensor that is compared by its bytes
@@ -169,7 +170,7 @@ class Known:
         if not isinstance(value, torch.Tensor):
             return value
         with unwatched():
-            there = value.to(device)
+            there = value.to(device, copy=True)  # in-place work is done on the known value too
         fake = torch.ops.aten.lift_fresh.default(there)
         self.values[fake] = value, frozenset()
         return fake
@@ -200,6 +201,9 @@ class Known:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self._of(leaf)
+                if known is None and of(func).of_shape:  # it reads no value of it
+                    with unwatched():
+                        known = torch.empty((), dtype=leaf.dtype).expand(leaf.shape), frozenset()
                 if known is None:
                     return None
                 leaves[i], sources = known[0], sources | known[1]

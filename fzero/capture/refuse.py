@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from fzero._torch_compat import (
@@ -26,7 +26,17 @@ from fzero._torch_compat import (
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.context import Tracing
 from fzero.capture.provenance import describe, is_users, name_of, user_line
-from fzero.capture.remedies import FUNCTIONS, IN_GENERAL, IN_PLACE, INDEXED, NO_VIEW, RAGGED, REMEDIES, TORCH_SAYS
+from fzero.capture.remedies import (
+    BUFFER,
+    FUNCTIONS,
+    IN_GENERAL,
+    IN_PLACE,
+    INDEXED,
+    NO_VIEW,
+    RAGGED,
+    REMEDIES,
+    TORCH_SAYS,
+)
 from fzero.errors import CaptureError
 from fzero.ir import fx_nodes
 from fzero.recurrent import layers
@@ -145,6 +155,12 @@ _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 REPLACED: dict[Any, Callable[..., Any]] = {}
 
 
+def _same_memory(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of one storage, in one dtype and order."""
+    one, other = ((v.dtype, v.shape, v.stride(), v.storage_offset(), v.untyped_storage()._cdata) for v in (x, y))
+    return one == other
+
+
 class NoExchange(TorchFunctionMode):
     """Refuses `x.data = y`: it is no op, so a trace would go on with the old value.
 
@@ -154,11 +170,13 @@ class NoExchange(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _SETS_DATA:
+        if func == _SETS_DATA and not _same_memory(*args[:2]):
             raise Refused(
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
                 "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
             )
+        if func == _SETS_DATA:  # `x.data = x.data.to(x.dtype)` puts nothing new there
+            return None
         if func in layers.KINDS:
             return layers.run(func, args, kwargs or {})
         if func in REPLACED:
@@ -197,7 +215,9 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
         what = f"{where}: {op}" if error is raised else where
         for part, why in TORCH_SAYS.items():
             if part in str(error):
-                raise CaptureError(f"{what}: {why}") from None
+                library = _frames(error, layers=False)[1]
+                within = f", in {library[0]}" if library is not None else ""
+                raise CaptureError(f"{what}{within}: {why}") from None
         if error is raised:
             reason = str(error).strip().partition("\n")[0]
             raise _told(error, f"{what}: {reason}") from None
@@ -263,7 +283,24 @@ def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureErr
     elif value_name == "aten._local_scalar_dense.default" and _is_subscript(error):
         return CaptureError(f"{text}. {INDEXED}")
     remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{value_name} {code}")
-    return CaptureError(f"{text}. {next(remedies, IN_GENERAL)}")
+    buffer = _buffer(error)
+    return CaptureError(f"{text}. {next(remedies, BUFFER.format(buffer) if buffer else IN_GENERAL)}")
+
+
+def _buffer(error: Exception) -> str:
+    """The buffer that the innermost method of a module names in the line that failed, if its value is not known."""
+    found, trace_back = "", error.__traceback__
+    while trace_back is not None:
+        frame, number = trace_back.tb_frame, trace_back.tb_lineno
+        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+            line = linecache.getline(frame.f_code.co_filename, number)
+            named = (name for name in _OF_SELF.findall(line) if is_fake(module._buffers.get(name)))
+            found = next(named, "")
+        trace_back = trace_back.tb_next
+    return found
+
+
+_OF_SELF = re.compile(r"\bself\.(\w+)\b")
 
 
 def _is_subscript(error: Exception) -> bool:
@@ -276,16 +313,17 @@ def _is_subscript(error: Exception) -> bool:
     return op in ("BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE")
 
 
-def _frames(error: Exception) -> tuple[tuple[str, str], tuple[str, str] | None]:
+def _frames(error: Exception, *, layers: bool = True) -> tuple[tuple[str, str], tuple[str, str] | None]:
     """((the user's innermost line, its code), the innermost line of a library that it called, as `package/x.py:12 in
-    f`, and its code) of an error's traceback."""
+    f`, and its code) of an error's traceback. layers: torch's layers are one too."""
     users, library = ("", ""), None
     trace_back = error.__traceback__
     while trace_back is not None:
         code, line = trace_back.tb_frame.f_code, trace_back.tb_lineno
         text = linecache.getline(code.co_filename, line).strip()
         if (package := _library(code.co_filename)) is not None:
-            library = f"{package}:{line} in {code.co_name}", text
+            if layers or not package.startswith("torch/"):
+                library = f"{package}:{line} in {code.co_name}", text
         elif is_users(code.co_filename):
             users, library = (f"{code.co_filename.rsplit('/', 1)[-1]}:{line}", text), None
         trace_back = trace_back.tb_next

@@ -50,6 +50,7 @@ TORCH_SAYS = {
     "runs. Use the torch function, or compute it outside the step and pass it in the batch",
     "mixed dtype (CPU)": MIXED,
     "expected scalar type": MIXED,
+    ") should be the same": MIXED,
     "data is not allocated yet": "a tensor's values are needed, which are known only when the program runs. Instead "
     "of torch.tensor([x, y]) write torch.stack([x, y])",
     "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
@@ -87,6 +88,13 @@ IN_GENERAL = (
     "instead of x[mask] multiply by the mask, and instead of x[mask] = y write x = torch.where(mask, y, x); "
     "what does not depend on the state or the batch may be asked for freely, and so may a leaf of the batch that is "
     "given as fzero.static(x): a program of each of its values"
+)
+
+BUFFER = (
+    "self.{} is a buffer that is in the state, or given to the step. If the first call sets it (ActNorm, a codebook), "
+    "run one batch through the module before from_module. One that stays the same leave out of the state, and its "
+    "value is known: from_module(module, mutable=(<the names of those that change>,)), and "
+    "apply(params, {{**buffers, **changing}}, x). What changes it at each step, switch off in the module"
 )
 
 INDEXED = (

@@ -130,13 +130,19 @@ def by_flags(spec: Spec, params: Any) -> Spec:
     if spec.loss is None or spec.trainable is not None or callable(params):
         return spec
     try:
-        leaves = zip(*tree.flatten(params)[:2], strict=True)
+        trained = flagged(params)
     except FzeroError:
         return spec
+    return spec if trained is None else spec.but(trainable=trained)
+
+
+def flagged(params: Any) -> tuple[str, ...] | None:
+    """The paths of the parameters that require grad, where others do not; else None: all train."""
+    leaves = zip(*tree.flatten(params)[:2], strict=True)
     floats = [
         (path, leaf.requires_grad)
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point
     ]
-    trained = [path for path, flag in floats if flag]
-    return spec.but(trainable=tuple(trained)) if 0 < len(trained) < len(floats) else spec
+    trained = tuple(path for path, flag in floats if flag)
+    return trained if 0 < len(trained) < len(floats) else None

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 Bound = types.FunctionType | weakref.ref[Any]
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+# what makes, copies or pickles a module, and no call of it runs
+_MAKERS = {"__init__", "__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__deepcopy__"}
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, types.CodeType, Tensor)
 
 
@@ -105,10 +107,11 @@ def _walk(root: Any, name: str, *, classes: bool) -> Iterator[tuple[Any, str]]:
 
 def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     """The objects that an object refers to, each with its path."""
+    held = next((kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind)), None)
     if isinstance(value, dict):
-        yield from ((x, f"{path}[{key!r}]") for key, x in list(value.items()))
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from ((x, f"{path}[{i}]") for i, x in enumerate(list(value)))
+        yield from ((x, f"{path}[{key!r}]") for key, x in list(dict.items(value)))
+    elif held is not None:  # by the class's own iteration: one that inherits it may refuse its length
+        yield from ((x, f"{path}[{i}]") for i, x in enumerate(list(held.__iter__(value))))
     elif isinstance(value, types.FunctionType):
         yield from _seen_by(value, path)
     elif isinstance(value, types.MethodType):
@@ -193,7 +196,7 @@ class _Reached:
         self.kinds.add(kind)
         for name, x in kind.__dict__.items():
             self.waiting.setdefault(name, []).append((kind, x, f"{path}.{name}".lstrip(".")))
-            if name.startswith("__") and name != "__init__" and not _torchs(kind):
+            if name.startswith("__") and name not in _MAKERS and not _torchs(kind):
                 self.names.add(name)  # as __call__, which no code names
 
 

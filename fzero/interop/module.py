@@ -99,6 +99,7 @@ class Apply:
         module = closures.copied(self._module, self._bound, memo)[0]
         versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._others]
+        flags = {name: value.requires_grad for name, value in placed.items()}
         try:
             with _hf_compat.capturing(module) if traced else Guard(self.name, params):
                 output = function(module)
@@ -109,6 +110,10 @@ class Apply:
             if traced:
                 raise
             raise CaptureError(str(error)) from None
+        finally:
+            for name, value in placed.items():  # a forward may set it, as of a sum of losses that begins with a buffer
+                if value.requires_grad != flags[name] and value.is_leaf:
+                    value.requires_grad_(flags[name])
         if before != [version(value) for value in self._others]:
             raise CaptureError(f"{self.name} writes to a tensor that is no buffer: register it with register_buffer")
         buffers_after = dict(module.named_buffers())
@@ -237,6 +242,7 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and apply needs a copy "
             "without its parameters. Keep locks, files, process groups and tensors with a graph off the module"
         ) from error
+    _check_copies(skeleton, ours)
     if path := closures.leak(skeleton, closures.own(module)):
         raise TreeError(
             f"{type(module).__name__} sees its own weights through {path}, which a copy cannot follow: apply would use "
@@ -244,6 +250,21 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
         )
     others = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
     return skeleton, others, bound
+
+
+def _check_copies(skeleton: nn.Module, ours: Collection[int]) -> None:
+    """Raises TreeError for a module whose copy has tensors of its own in the place of those that it was given.
+
+    ours: the ids of those that it was given.
+    """
+    for path, part in skeleton.named_modules():
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        if strays := [name for name, value in own if id(value) not in ours]:
+            raise TreeError(
+                f"{'.'.join(filter(None, (path, strays[0])))!r} of {type(skeleton).__name__}: a copy of "
+                f"{type(part).__name__} makes its own tensors (it has a __deepcopy__), so apply could not put others "
+                "in their place. Hold the modules as plain attributes, and compute the loss with those"
+            )
 
 
 def _writable(value: Tensor, traced: bool) -> Tensor:

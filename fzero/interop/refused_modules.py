@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -16,6 +17,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
+_EXTRA = "_extra_state"  # the end of the name under which torch puts what `get_extra_state` returns
 
 
 def unusable(module: nn.Module) -> None:
@@ -56,7 +58,9 @@ def _check_parameter(label: str, value: Tensor) -> None:
             f"{label} is a {type(value).__name__}: needed a plain torch.nn.Parameter. Load the model without "
             "quantisation (or dequantise it: Hugging Face's model.dequantize()), without FSDP or tensor parallelism"
         )
-    if not value.dtype.is_floating_point:
+    if not (
+        value.dtype.is_floating_point or value.dtype.is_complex
+    ):  # of a complex one the optimizer says what to hold
         raise TreeError(
             f"{label} is {describe(value)}: no gradient exists for it. Quantised weights do not train: load the model "
             "without quantisation; what is no weight, register as a buffer"
@@ -85,11 +89,13 @@ def _check_shared(module: nn.Module, name: str) -> None:
 
 def _check_extra(module: nn.Module, name: str) -> None:
     """Raises TreeError if `state_dict` holds more than parameters and buffers, as packed weights and `get_extra_state`
-    do."""
+    do. What a `state_dict` of the user's adds without tensors, as how the module was made, is no state."""
     known = {path for path, _ in module.named_parameters(remove_duplicate=False)}
     known |= {path for path, _ in module.named_buffers(remove_duplicate=False)}
     for path, value in module.state_dict().items():
-        if path not in known and value is not None and not (isinstance(value, Tensor) and not value.numel()):
+        leaves = optree.tree_leaves(value)
+        held = path.endswith(_EXTRA) or any(isinstance(x, (Tensor, torch.ScriptObject)) for x in leaves)
+        if path not in known and value is not None and held and not (isinstance(value, Tensor) and not value.numel()):
             raise TreeError(
                 f"{path!r} of {name} is state outside its parameters and buffers ({type(value).__name__}): a compiled "
                 "step would keep what it was at the first one. Register it as buffers, or take a layer without it"

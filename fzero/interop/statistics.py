@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero import optim, tree
+from fzero.compile.resolve import flagged
 from fzero.functional import pmax, pmean, value_and_grad
 from fzero.optim import GradientTransformation
 
@@ -22,7 +23,8 @@ def with_buffers(
 
     They are for `fzero.init(state, fzero.Spec(step=step))`. The state is {"params", "buffers", "opt"}. Each rank
     normalises by its own part of the batch. The new buffers are means over the ranks, so that all ranks hold the same.
-    Integers, such as counts of batches, become the largest over the ranks.
+    Integers, such as counts of batches, become the largest over the ranks. If some of the params require grad and
+    others do not, the latter are frozen.
 
     >>> import torch, fzero
     >>> from fzero.interop import from_module
@@ -37,13 +39,20 @@ def with_buffers(
     1
     """
 
-    def swapped(params: Any, batch: Any, buffers: Any) -> tuple[Tensor, Any]:
-        return loss(params, buffers, batch)
+    trained = flagged(params)
+
+    def split(params: Any) -> tuple[Any, Any]:
+        return (params, None) if trained is None else tree.partition(params, lambda path, _: path in trained)
+
+    def swapped(train: Any, batch: Any, buffers: Any, frozen: Any) -> tuple[Tensor, Any]:
+        return loss(tree.merge(train, frozen), buffers, batch)
 
     def step(state: Any, batch: Any) -> Any:
-        (value, new), grads = value_and_grad(swapped, has_aux=True)(state["params"], batch, state["buffers"])
+        train, frozen = split(state["params"])
+        (value, new), grads = value_and_grad(swapped, has_aux=True)(train, batch, state["buffers"], frozen)
         new = tree.map(lambda x: pmean(x) if x.is_floating_point() else pmax(x), new)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": optim.apply_updates(state["params"], updates), "buffers": new, "opt": opt}, {"loss": value}
+        updates, opt = optimizer.update(grads, state["opt"], train)
+        params = tree.merge(optim.apply_updates(train, updates), frozen)
+        return {"params": params, "buffers": new, "opt": opt}, {"loss": value}
 
-    return {"params": params, "buffers": buffers, "opt": optimizer.init(params)}, step
+    return {"params": params, "buffers": buffers, "opt": optimizer.init(split(params)[0])}, step

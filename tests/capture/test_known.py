@@ -57,6 +57,7 @@ KNOWN: dict[str, Loss] = {
     "made in the loss": lambda p, b: (b[:, torch.arange(3) != 1] @ p["w"][torch.arange(3) != 1]).sum(),
     "causal mask": lambda p, b: (p["w"].T @ torch.ones(3, 3).tril()[torch.eye(3).bool().any(0)]).sum() + b.sum(),
     "tolist": lambda p, b: sum((p["w"][i].sum() for i in torch.tensor([2, 0]).tolist()), b.sum()),
+    "of a shape": lambda p, b: (b @ p["w"]).sum() * (2.0 if torch.ones_like(b, dtype=torch.uint8)[0].all() else 1.0),
     "written in the loss": written,
     "written to a literal": literal,
     "lengths": sliced,
@@ -77,6 +78,22 @@ def test_what_no_input_decides_may_be_asked_for(name: str) -> None:
     assert torch.allclose(fzero.unshard(state.params)["w"], params()["w"] - 0.1 * w.grad, atol=1e-6)
 
 
+def test_in_place_work_on_a_value_that_was_asked_for_is_done_once() -> None:
+    """A selection is a literal of the program, and the known value beside it was the same memory: `x[mask] -= 1`, as
+    ChebConv's of PyTorch Geometric, subtracted 2 in silence."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        scale = 2 * WEIGHTS
+        scale[MASK] -= 1
+        picked = WEIGHTS[torch.tensor([2, 0])]
+        picked.mul_(3).add_(1)
+        return (b @ (scale[:, None] * p["w"])).sum() + picked.sum() * p["w"].sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    state = fzero.step(fzero.init(params(), spec), X)
+    assert torch.allclose(state.metrics["loss"], loss(params(), X), atol=1e-6)
+
+
 def by_input(p: Any, b: Tensor) -> Tensor:
     mask = torch.zeros(4, dtype=torch.bool)
     view = mask[1:]
@@ -93,6 +110,7 @@ def through_a_view(p: Any, b: Tensor) -> Tensor:
 UNKNOWN: dict[str, Loss] = {
     "written through a view": through_a_view,
     "written by an input": by_input,
+    "of a shape, and written by an input": lambda p, b: p["w"].sum() * torch.zeros_like(b).add_(b).sum().item(),
     "from the batch": lambda p, b: p["w"].sum() * (WEIGHTS * b[0]).sum().item(),
     "memory without values": lambda p, b: p["w"].sum() * torch.empty(3).sum().item(),
     "drawn": lambda p, b: p["w"].sum() * torch.rand(3).sum().item(),

@@ -64,6 +64,13 @@ class Config:
         return x * self.k
 
 
+class Unsized(tuple[float, ...]):
+    """As e3nn's irreps."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 @dataclasses.dataclass
 class Term:
     k: float = 1.0
@@ -182,6 +189,8 @@ CASES: dict[str, Case] = {
                   lambda it: it.clear()),
     "a Counter's method": (lambda: collections.Counter("aab"), lambda it: it.total(), lambda it: it.update("a"),
                            lambda it: None),
+    "a tuple without a length": (lambda: [Unsized([1.0, 2.0])], lambda it: sum(map(sum, it)),
+                                 lambda it: it.insert(0, Unsized([3.0])), lambda it: None),
     "a UserDict": (lambda: collections.UserDict(a=1.0, b=1.0), lambda it: it.get("a"), lambda it: it.update(a=2.0),
                    lambda it: it.update(b=2.0)),
     "a dict's method": (lambda: {"a": 1.0}.get, lambda it: it("a"), lambda it: it.__self__.update(a=2.0),

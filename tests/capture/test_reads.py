@@ -896,6 +896,18 @@ def test_a_draw_of_a_loss_is_refused(case: str) -> None:
         fzero.lower(spec, {"w": torch.ones(2)}, X)
 
 
+def test_sympys_shuffles_are_no_draws_of_the_loss() -> None:
+    """It shuffles the facts that it asks itself; einx solves shapes with it."""
+    import sympy
+
+    def loss(p, b):
+        size = sympy.Symbol(f"n{timeit.default_timer()}", integer=True, positive=True)  # no answer is kept of it
+        assert (2 * size + 1).is_positive
+        return (b @ p["w"]).mean() * len(sympy.solve(2 * size - 4))
+
+    assert fzero.step(state_of(loss), X).step == 1
+
+
 def test_a_draw_in_a_helper_and_in_an_evaluation_is_refused() -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         picks = random.sample(range(5), 2)

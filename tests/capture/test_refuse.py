@@ -469,6 +469,36 @@ def test_a_tensor_on_a_device_of_another_kind_is_refused(away: str) -> None:
         fzero.lower(moved, {"w": torch.ones(3, 2)}, torch.ones(4, 3), world_size=1)
 
 
+def test_a_convolution_of_two_dtypes_is_told_by_the_librarys_line(tmp_path: Path, monkeypatch: Any) -> None:
+    """torch refuses it before any op is called: it was torch's own RuntimeError, at the line of the loss."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "somebodys.py").write_text("def convolved(x, layer):\n    return layer(x)\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    from somebodys import convolved  # type: ignore[import-not-found]
+
+    layer = torch.nn.Conv1d(1, 1, 1).bfloat16().requires_grad_(False)
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return mean_square(p, b) + convolved(b[:, None], layer).sum()  # here
+
+    refused(loss, here(loss), "in somebodys.py:2 in convolved: operands have two dtypes", "Precision(compute=")
+
+
+def test_data_that_is_put_where_it_is_already_is_fine() -> None:
+    """As heads of metric learning do, whose weight may have another dtype: `self.W.data = self.W.data.to(dtype)`."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        p["w"].data = p["w"].data.to(b.dtype)
+        return mean_square(p, b)
+
+    def halved(p: Any, b: Tensor) -> Tensor:
+        p["w"].data = p["w"].data / 2  # here
+        return mean_square(p, b)
+
+    agrees(loss)
+    refused(halved, here(halved), "`.data = ...`")
+
+
 def test_a_backward_in_a_loss_is_refused() -> None:
     """Torch's advice was retain_graph=True."""
 

@@ -133,6 +133,18 @@ def in_containers(net: Net) -> None:
     net.run = lambda x: table["parts"][1].part(table["parts"][0][0](x)) + table["parts"][2].part  # type: ignore[index]
 
 
+class Unsized(tuple[Any, ...]):
+    """As e3nn's irreps: a tuple whose length could mean two things, and is refused."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def in_a_tuple_without_a_length(net: Net) -> None:
+    held = Unsized([net.mlp.c_fc])
+    net.run = lambda x: next(iter(held))(x).sum()
+
+
 def a_hook(net: Net) -> None:
     m = net.mlp
     net.register_forward_hook(lambda module, args, output: output * m.c_fc.weight.mean())
@@ -177,8 +189,8 @@ def weak_references_as_attributes(net: Net) -> None:
 
 FOLLOWED = [
     closure, over_itself, over_a_weight, over_a_buffer, by_default, by_another_function, recursive, in_a_partial,
-    partial_of_a_closure, a_bound_method, in_containers, a_hook, a_pre_hook, a_hook_of_another_object,
-    a_parametrization, a_shared_cell, a_weak_reference, weak_references_as_attributes,
+    partial_of_a_closure, a_bound_method, in_containers, in_a_tuple_without_a_length, a_hook, a_pre_hook,
+    a_hook_of_another_object, a_parametrization, a_shared_cell, a_weak_reference, weak_references_as_attributes,
 ]  # fmt: skip
 
 
@@ -247,6 +259,29 @@ def test_a_function_that_sees_nothing_of_the_module_stays_the_same() -> None:
     params, buffers, apply = from_module(net)
     apply(params, buffers, X)
     assert seen == [X.shape]
+
+
+def test_what_only_made_a_module_is_not_what_its_forward_sees() -> None:
+    """Unpickling runs `__setstate__` and, by its `super().__init__`, names what no forward calls: einops' layers did so
+    of every module around them."""
+    net = Net()
+
+    class Unpickled(nn.Identity):
+        def __setstate__(self, state: Any) -> None:
+            super().__init__()
+            self.__dict__.update(state)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.same = net, Unpickled()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.same(self.net(x))
+            return out
+
+    params, buffers, apply = from_module(Around())
+    assert torch.equal(apply(params, buffers, X), net(X))
 
 
 # --- what no copy can follow ------------------------------------------------------------------------------------------

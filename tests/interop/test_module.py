@@ -121,6 +121,86 @@ def test_buffers_given_are_never_written_to() -> None:
     assert all(torch.equal(new[name], value) for name, value in module.named_buffers())
 
 
+class Switched(nn.Module):
+    """As vector quantisers are: a switch that is a buffer, a moving mean, and a loss that begins with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("zero", torch.tensor(0.0))
+        self.register_buffer("ready", torch.tensor(True))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if not self.ready:
+            raise NotImplementedError
+        self.mean.lerp_(y.detach().mean(0), 0.5)
+        loss = self.zero.requires_grad_()
+        return loss + (y - self.mean).square().mean()
+
+
+def test_a_switch_that_is_a_buffer_is_refused_with_its_remedy() -> None:
+    """The remedy is followed: what changes is state, the rest is known. That a forward sets the flag of a buffer says
+    nothing of training, and the given one keeps its own."""
+    module, x = Switched(), data(6, 4)
+
+    def start(params: Any, buffers: Any, loss: Any) -> Any:
+        first, step = fzero.interop.with_buffers(loss, params, buffers, fzero.optim.sgd(0.1))
+        return fzero.step(fzero.init(first, fzero.Spec(step=step)), x)
+
+    params, buffers, apply = from_module(module, mutable=True)
+    with pytest.raises(fzero.CaptureError, match=r"self.ready is a buffer .* leave out of the state.* mutable=\("):
+        start(params, buffers, lambda p, buffers, x: apply(p, buffers, x))
+    params, buffers, apply = from_module(module, mutable=("mean",))
+    changing = {"mean": buffers["mean"]}
+    state = start(params, changing, lambda p, changing, x: apply(p, {**buffers, **changing}, x))
+    assert not buffers["zero"].requires_grad
+    value = module(x)
+    (grad,) = torch.autograd.grad(value, [module.first.weight])
+    assert float(state.metrics["loss"]) == pytest.approx(float(value.detach()), rel=1e-6)
+    torch.testing.assert_close(state.tree["params"]["first.weight"].full(), params["first.weight"] - 0.1 * grad)
+    torch.testing.assert_close(state.tree["buffers"]["mean"].full(), module.mean)
+
+
+class Cloned(nn.Linear):
+    """As the parameters of a tensordict."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        twin = Cloned(self.in_features, self.out_features)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+def test_a_module_whose_copy_has_weights_of_its_own_is_refused() -> None:
+    """`apply` ignored what it was given, and computed with the values that the weights once had (TorchRL's losses)."""
+    with pytest.raises(fzero.TreeError, match=r"'1.weight' of Sequential: a copy of Cloned makes its own tensors"):
+        from_module(nn.Sequential(nn.Linear(4, 4), Cloned(4, 4)))
+
+
+def test_frozen_parameters_beside_statistics_stay_as_they_are() -> None:
+    """`with_buffers` trained them, and decayed them, in silence."""
+    module, x = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.BatchNorm1d(4), nn.Linear(4, 1)), data(6, 4)
+    params, buffers, apply = from_module(module, mutable=True)
+
+    def loss(p: Any, buffers: Any, x: Tensor) -> Any:
+        output, buffers = apply(p, buffers, x)
+        return output.square().mean(), buffers
+
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)
+    first, step = fzero.interop.with_buffers(loss, params, buffers, fzero.optim.adamw(0.1, weight_decay=0.1))
+    state = fzero.init(first, fzero.Spec(step=step))
+    for _ in range(2):
+        state = fzero.step(state, x)
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    ends = fzero.unshard(state.tree["params"])
+    assert same_bits(ends["0.weight"], params["0.weight"])
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(ends[name], value.detach())
+
+
 def test_later_changes_of_the_module_do_not_reach_apply() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
     params, buffers, apply = from_module(module)

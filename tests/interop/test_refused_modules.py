@@ -109,6 +109,38 @@ def test_extra_state_without_content_is_none() -> None:
     assert list(from_module(Nothing()).params) == ["weight", "bias"]
 
 
+class Described(nn.Linear):
+    """As models that keep how they were made in their checkpoints (neuraloperator)."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().state_dict(*args, **kwargs), "_metadata": {"width": 2, "act": F.gelu, 3: None}}
+
+
+def test_what_a_state_dict_says_beside_tensors_is_no_state() -> None:
+    assert list(from_module(Described(2, 2)).params) == ["weight", "bias"]
+
+
+def test_complex_parameters_are_told_what_to_hold_and_that_trains() -> None:
+    """The complaint: "no gradient exists for it. Quantised weights do not train", of a Fourier layer's weight."""
+    module = nn.Linear(2, 2, bias=False)
+    module.weight = nn.Parameter(torch.complex(torch.eye(2), 0.5 * torch.ones(2, 2)))
+    params, buffers, apply = from_module(module)
+    x = torch.ones(3, 2, dtype=torch.complex64)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return apply({"weight": torch.view_as_complex(p["weight"])}, buffers, x).abs().square().mean()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    with pytest.raises(fzero.TreeError, match=r"params/weight is torch.complex64.*hold torch.view_as_real\(x\)"):
+        fzero.init(params, spec)
+    state = fzero.step(fzero.init({"weight": torch.view_as_real(params["weight"])}, spec), x)
+    module(x).abs().square().mean().backward()
+    assert module.weight.grad is not None
+    torch.testing.assert_close(
+        torch.view_as_complex(state.params["weight"].full()), module.weight.detach() - 0.1 * module.weight.grad
+    )
+
+
 def twice() -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[1].weight = nn.Parameter(module[0].weight.data)

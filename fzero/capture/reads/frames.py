@@ -7,6 +7,7 @@ A debugger that uses it already keeps it, and nothing is followed.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -17,7 +18,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
-import optree
 import torch
 
 from fzero import tree
@@ -30,7 +30,12 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 # what is typed into Python, and the cells of notebooks that have no file
 _TYPED = ("<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython")
 _TORCH, OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
-_OPTREE = optree.__path__[0] + os.sep
+# what torch and fzero are built on, and libraries share: sympy shuffles the questions that it asks itself
+_BENEATH = tuple(
+    os.path.dirname(spec.origin) + os.sep
+    for spec in map(importlib.util.find_spec, ("optree", "sympy"))
+    if spec is not None and spec.origin is not None
+)
 _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 
 
@@ -44,7 +49,7 @@ def kind_of(filename: str) -> str:
         return OTHER
     if filename.startswith(_TORCH):
         return LIBRARY if filename.startswith(_LAYERS) else OTHER
-    if filename.startswith(_OPTREE):
+    if filename.startswith(_BENEATH):
         return OTHER
     if any(part in filename for part in _INSTALLED):
         return LIBRARY

@@ -247,14 +247,20 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
         ]
     if not isinstance(owner, CONTAINERS):
         return []
-    whole: list[tuple[Spot, str]] = [] if isinstance(owner, tuple) else [((COPY, owner, len), "'s length")]
-    if len(owner) > MOST_ITEMS or (not depth and _in_all(owner) > MOST_IN_ALL):
+    whole: list[tuple[Spot, str]] = [] if isinstance(owner, tuple) else [((COPY, owner, size_of), "'s length")]
+    if size_of(owner) > MOST_ITEMS or (not depth and _in_all(owner) > MOST_IN_ALL):
         return whole
     if isinstance(owner, set):
         return [((COPY, owner, frozenset), "")]
     if isinstance(owner, dict):
         return [((COPY, owner, list), "'s keys"), *(((ENTRY, owner, key), f"[{key!r}]") for key in owner)]
-    return [*whole, *(((ITEM, owner, i), f"[{i}]") for i in range(len(owner)))]
+    return [*whole, *(((ITEM, owner, i), f"[{i}]") for i in range(size_of(owner)))]
+
+
+def size_of(owner: Any) -> int:
+    """How many items a container has. A class that inherits from one may refuse its `len`, or count something else."""
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
+    return int(kind.__len__(owner))
 
 
 class Elements(NamedTuple):
@@ -344,9 +350,9 @@ def wrapped(owner: Any) -> Any:
 
 def _in_all(owner: Any, depth: int = 0) -> int:
     """How many items containers within containers have; more than MOST_IN_ALL are not counted on."""
-    if not isinstance(owner, CONTAINERS) or depth == DEEP or len(owner) > MOST_ITEMS:
+    if not isinstance(owner, CONTAINERS) or depth == DEEP or size_of(owner) > MOST_ITEMS:
         return 0
-    count = len(owner)
+    count = size_of(owner)
     for part in owner.values() if isinstance(owner, dict) else owner:
         if count > MOST_IN_ALL:
             break

@@ -52,7 +52,8 @@ def same(old: Any, new: Any) -> bool:
     if isinstance(old, (tuple, frozenset)):
         if isinstance(old, frozenset):
             return bool(old == new)
-        return len(old) == len(new) and all(map(same, old, new))
+        a, b = tuple(tuple.__iter__(old)), tuple(tuple.__iter__(new))  # a class may refuse its `len`
+        return len(a) == len(b) and all(map(same, a, b))
     if isinstance(old, FIXED):
         return bool(old == new)
     if isinstance(old, types.FunctionType):
