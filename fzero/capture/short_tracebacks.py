@@ -6,13 +6,15 @@ was raised in its code or an error that no line of the user has part in, keeps a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from fzero.capture.reads.frames import OTHER, OURS, kind_of
+from fzero.capture.reads.frames import OTHER, OURS, kind_of_code
 from fzero.errors import FzeroError, VerifyError
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -28,25 +30,35 @@ def short_tracebacks(call: Call) -> Call:
 
     @functools.wraps(call)
     def shortened(*args: Any, **kwargs: Any) -> Any:
+        before = sys.exc_info()[1]
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            shorten(error)
+            shorten(error, before)
+            del args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return shortened  # type: ignore[return-value]
 
 
-def shorten(error: BaseException) -> None:
-    """Leaves the user's frames in an error's traceback, and in those of its causes."""
+def shorten(error: BaseException, before: BaseException | None) -> None:
+    """Leaves the user's frames in an error's traceback, and in those of the errors that led to it. before: what the
+    caller was handling, which is not this call's.
+
+    The other frames are emptied: they would keep a state alive as long as somebody holds the error, as a notebook does.
+    """
     if os.environ.get(SWITCH) == "full" or not isinstance(error, Exception) or not _is_users(error):
         return
-    one: BaseException | None = error
-    known: set[int] = set()
-    while one is not None and id(one) not in known:
-        known.add(id(one))
+    errors: list[BaseException] = [error]
+    for one in errors:
+        for at in _frames(one.__traceback__):
+            if not _stays(at):
+                with contextlib.suppress(RuntimeError):  # it runs
+                    at.tb_frame.clear()
         one.__traceback__ = _joined([at for at in _frames(one.__traceback__) if _stays(at)])
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        for other in (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())):
+            if other is not None and all(other is not known for known in (before, *errors)):
+                errors.append(other)
 
 
 def _is_users(error: Exception) -> bool:
@@ -59,8 +71,9 @@ def _is_users(error: Exception) -> bool:
 
 
 def _stays(at: types.TracebackType) -> bool:
-    name = at.tb_frame.f_code.co_filename
-    return kind_of(name) != OTHER and not name.endswith(_CALLS_OF_LAYERS)
+    code = at.tb_frame.f_code
+    other = kind_of_code(code, at.tb_frame.f_globals) == OTHER
+    return not other and not code.co_filename.endswith(_CALLS_OF_LAYERS)
 
 
 def _frames(first: types.TracebackType | None) -> list[types.TracebackType]:

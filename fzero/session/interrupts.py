@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -35,7 +36,7 @@ def keeps_state(step: Step) -> Step:
     def keeping(state: State, *args: Any, **kwargs: Any) -> State:
         if torch.compiler.is_compiling() or not isinstance(state, State) or not _here():
             return step(state, *args, **kwargs)
-        held, after = _Held(state), None
+        held, after, before = _Held(state), None, sys.exc_info()[1]
         try:
             held.begin()
             after = step(state, *args, **kwargs)
@@ -45,7 +46,8 @@ def keeps_state(step: Step) -> Step:
             if after is not None:
                 state.become(after)
             held.end()
-            shorten(error)
+            shorten(error, before)
+            del state, args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return keeping  # type: ignore[return-value]

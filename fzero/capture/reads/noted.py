@@ -182,7 +182,8 @@ def _within(
     """The innermost change of what was read of an object that shows nothing but its address, or of its `__dict__`; None
     if that is not known."""
     outer |= {place}
-    if type(place.value).__repr__ is not object.__repr__ and place.key != "__dict__":
+    plain: Any = object.__repr__
+    if type(place.value).__repr__ is not plain and place.key != "__dict__":
         return None
     for part, holder in [] if place.kind == COPY or not _alike(place.value, now) else _parts(place.value, now, parts):
         value = part.on(holder)
