@@ -22,10 +22,10 @@ _OURS = (
     contextlib.__file__,  # decorators of these add frames between a caller and fzero
     functools.__file__,
 )
-# what is typed into Python, the cells of notebooks that have no file, and modules of a `torch.package`
+# what is typed into Python, the cells of notebooks that have no file, what came by cloudpickle or in a `torch.package`
 TYPED = (
     "<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython",
-    "<torch_package_",
+    "<dynamic-code>", "<torch_package_",
 )  # fmt: skip
 
 

@@ -34,10 +34,13 @@ def keeps_state(step: Step) -> Step:
 
     @functools.wraps(step)
     def keeping(state: State, *args: Any, **kwargs: Any) -> State:
-        if torch.compiler.is_compiling() or not isinstance(state, State) or not _here():
+        if torch.compiler.is_compiling():
             return step(state, *args, **kwargs)
-        held, after, before = _Held(state), None, sys.exc_info()[1]
+        held = _Held(state) if isinstance(state, State) and _here() else None
+        after, before = None, sys.exc_info()[1]
         try:
+            if held is None:
+                return step(state, *args, **kwargs)
             held.begin()
             after = step(state, *args, **kwargs)
             held.end()
@@ -45,7 +48,8 @@ def keeps_state(step: Step) -> Step:
         except BaseException as error:  # also one that a handler raised once the new state was made
             if after is not None:
                 state.become(after)
-            held.end()
+            if held is not None:
+                held.end()
             shorten(error, before)
             del state, args, kwargs  # this frame stays, as the caller of those that are shown
             raise

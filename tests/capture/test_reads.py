@@ -15,6 +15,7 @@ import sys
 import threading
 import timeit
 import types
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -805,6 +806,9 @@ def test_what_python_c_and_exec_were_given_is_the_users() -> None:
     for users in ({}, {"__name__": "__main__"}, {"__name__": "of_no_module"}, {"__file__": "/home/a/train.py"}):
         assert kind_of_code(given, users) == USER
     assert kind_of_code(given, {"__name__": "dataclasses"}) == OTHER
+    new: Any = namedtuple("Pair", "x y").__new__
+    assert kind_of_code(new.__code__, new.__globals__) == OTHER
+    assert kind_of("<dynamic-code>") == USER  # of what came by cloudpickle
     assert kind_of_code(given, {"__name__": "__main__", "__file__": dataclasses.__file__}) == OTHER
 
 

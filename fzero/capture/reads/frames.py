@@ -56,6 +56,8 @@ def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
     known."""
     if code.co_filename != "<string>":
         return kind_of(code.co_filename)
+    if not variables.get("__builtins__", True):  # of a named tuple
+        return OTHER
     name = variables.get("__name__", "__main__")
     module = None if name == "__main__" else sys.modules.get(name)
     file = variables.get("__file__") or getattr(module, "__file__", None)
@@ -89,7 +91,7 @@ class _BySettrace:
         sys.settrace(self._call)
 
     def stop(self) -> None:
-        if self._has_it():
+        if self.on and sys.gettrace() == self._call:
             sys.settrace(None)
         self.on = False
 
