@@ -178,17 +178,20 @@ def agreed(name: str, call: str, state: Any, batch: Any, fn: Callable[..., Any] 
             digest += f", threads={torch.get_num_threads()}"
     except Exception as error:
         failure, digest = error, ""
-    runtime.any_rank_flags = agree(
-        runtime.rank,
-        runtime.world_size,
-        call,
-        digest,
-        runtime.group,
-        failure,
-        runtime.flags(),
-        lambda: _compared(call, batch if fn is None else batch["batch"], lowered),
-        _same(state, batch) if failure is None else (),
-    )
+    try:
+        runtime.any_rank_flags = agree(
+            runtime.rank,
+            runtime.world_size,
+            call,
+            digest,
+            runtime.group,
+            failure,
+            runtime.flags(),
+            lambda: _compared(call, batch if fn is None else batch["batch"], lowered),
+            _same(state, batch) if failure is None else (),
+        )
+    finally:
+        failure = None  # an error and the frame that holds it would keep the state until Python collects garbage
     assert lowered is not None
     return lowered, batch
 

@@ -73,6 +73,7 @@ def while_active(tracing: Tracing) -> Iterator[None]:
         yield
     finally:
         _active.reset(token)
+        tracing.raised = None  # an error holds the frames that it came through, and these the trace
 
 
 def active() -> Tracing | None:

@@ -23,12 +23,23 @@ _OURS = (
     contextlib.__file__,  # decorators of these add frames between a caller and fzero
     functools.__file__,
 )
+# what is typed into Python, the cells of notebooks that have no file, what came by cloudpickle or in a `torch.package`
+TYPED = (
+    "<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython",
+    "<dynamic-code>", "<torch_package_",
+)  # fmt: skip
 
 
 @functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is the user's: not of torch, fzero or optree, and not generated."""
-    return not filename.startswith((*_OURS, "<")) or filename.startswith(("<stdin>", "<ipython", "<doctest"))
+    return not filename.startswith((*_OURS, "<")) or filename.startswith(TYPED)
+
+
+def is_users_line(frame: types.FrameType) -> bool:
+    """Whether a frame is the user's: also of what `exec` or `python -c` was given, in a module without a file."""
+    name = frame.f_code.co_filename
+    return is_users(name) or (name == "<string>" and not frame.f_globals.get("__file__"))
 
 
 def user_line(frame: types.FrameType | None = None, *, within: str | None = None) -> str:
@@ -39,7 +50,7 @@ def user_line(frame: types.FrameType | None = None, *, within: str | None = None
     frame = frame or sys._getframe(1)
     while within is not None and frame is not None and frame.f_code.co_filename == within:
         frame = frame.f_back
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None and not is_users_line(frame):
         frame = None if frame.f_code.co_filename == within else frame.f_back
     if frame is None:
         return ""

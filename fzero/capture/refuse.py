@@ -25,7 +25,7 @@ from fzero._torch_compat import (
 )
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.context import Tracing
-from fzero.capture.provenance import describe, is_users, name_of, user_line
+from fzero.capture.provenance import describe, is_users_line, name_of, user_line
 from fzero.capture.remedies import (
     BUFFER,
     FUNCTIONS,
@@ -211,14 +211,14 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
                 f"{match[1]} at {tracing.lines.get(match[1], where)} has no backward. Give it "
                 "one with torch.library.register_autograd, or detach() its operands"
             ) from None
-        raised, op = tracing.raised or (None, "")
-        what = f"{where}: {op}" if error is raised else where
+        op = tracing.raised[1] if tracing.raised and error is tracing.raised[0] else ""  # no frame keeps the error
+        what = f"{where}: {op}" if op else where
         for part, why in TORCH_SAYS.items():
             if part in str(error):
                 library = _frames(error, layers=False)[1]
                 within = f", in {library[0]}" if library is not None else ""
                 raise CaptureError(f"{what}{within}: {why}") from None
-        if error is raised:
+        if op:
             reason = str(error).strip().partition("\n")[0]
             raise _told(error, f"{what}: {reason}") from None
         told = str(error).startswith(f"{where}: ")  # by the trace of a region within
@@ -248,7 +248,7 @@ def _is_raised_by_user(error: Exception) -> bool:
     if last is None:
         return False
     code = last.tb_frame.f_code
-    return is_users(code.co_filename) and dis.opname[code.co_code[last.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+    return is_users_line(last.tb_frame) and dis.opname[code.co_code[last.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
 
 
 _NO_FORMULA = re.compile(r"Trying to backward through (\S+) but no autograd formula was registered")
@@ -308,7 +308,7 @@ def _is_subscript(error: Exception) -> bool:
     op, trace_back = "", error.__traceback__
     while trace_back is not None:
         code = trace_back.tb_frame.f_code
-        op = dis.opname[code.co_code[trace_back.tb_lasti]] if is_users(code.co_filename) else op
+        op = dis.opname[code.co_code[trace_back.tb_lasti]] if is_users_line(trace_back.tb_frame) else op
         trace_back = trace_back.tb_next
     return op in ("BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE")
 
@@ -324,7 +324,7 @@ def _frames(error: Exception, *, layers: bool = True) -> tuple[tuple[str, str], 
         if (package := _library(code.co_filename)) is not None:
             if layers or not package.startswith("torch/"):
                 library = f"{package}:{line} in {code.co_name}", text
-        elif is_users(code.co_filename):
+        elif is_users_line(trace_back.tb_frame):
             users, library = (f"{code.co_filename.rsplit('/', 1)[-1]}:{line}", text), None
         trace_back = trace_back.tb_next
     return users, library

@@ -6,14 +6,16 @@ was raised in its code or an error that no line of the user has part in, keeps a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fzero.capture.reads.frames import OTHER, OURS, kind_of
+from fzero.capture.reads.frames import OTHER, OURS, kind_of_code
 from fzero.errors import FzeroError, VerifyError
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -31,26 +33,35 @@ def short_tracebacks(call: Call) -> Call:
 
     @functools.wraps(call)
     def shortened(*args: Any, **kwargs: Any) -> Any:
+        before = sys.exc_info()[1]
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            shorten(error, misused=isinstance(error, TypeError) and not _takes(signature, args, kwargs))
+            shorten(error, before, misused=isinstance(error, TypeError) and not _takes(signature, args, kwargs))
+            del args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return shortened  # type: ignore[return-value]
 
 
-def shorten(error: Exception, *, misused: bool = False) -> None:
-    """Leaves the user's frames in an error's traceback, and in those of its causes. misused: it is the user's in any
-    case."""
+def shorten(error: Exception, before: BaseException | None, *, misused: bool = False) -> None:
+    """Leaves the user's frames in an error's traceback, and in those of the errors that led to it. before: what the
+    caller was handling, which is not this call's. misused: it is the user's in any case.
+
+    The other frames are emptied: they would keep a state alive as long as somebody holds the error, as a notebook does.
+    """
     if os.environ.get(SWITCH) == "full" or not (misused or _is_users(error)):
         return
-    one: BaseException | None = error
-    known: set[int] = set()
-    while one is not None and id(one) not in known:
-        known.add(id(one))
+    errors: list[BaseException] = [error]
+    for one in errors:
+        for at in _frames(one.__traceback__):
+            if not _stays(at):
+                with contextlib.suppress(RuntimeError):  # it runs
+                    at.tb_frame.clear()
         one.__traceback__ = _joined([at for at in _frames(one.__traceback__) if _stays(at)])
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+        for other in (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())):
+            if other is not None and all(other is not known for known in (before, *errors)):
+                errors.append(other)
 
 
 def without_caller(error: BaseException) -> None:
@@ -77,8 +88,9 @@ def _is_users(error: Exception) -> bool:
 
 
 def _stays(at: types.TracebackType) -> bool:
-    name = at.tb_frame.f_code.co_filename
-    return kind_of(name) != OTHER and not name.endswith(_CALLS_OF_LAYERS)
+    code = at.tb_frame.f_code
+    other = kind_of_code(code, at.tb_frame.f_globals) == OTHER
+    return not other and not code.co_filename.endswith(_CALLS_OF_LAYERS)
 
 
 def _frames(first: types.TracebackType | None) -> list[types.TracebackType]:

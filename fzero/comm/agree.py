@@ -184,6 +184,8 @@ def agree(
     except BaseException:
         presence.leave()
         raise
+    finally:
+        failure = None  # this frame is in its traceback, and would keep the caller's state with it
     return any_rank_flags
 
 

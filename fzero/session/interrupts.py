@@ -50,6 +50,7 @@ def keeps_state(step: Step) -> Step:
             if held is not None:
                 held.end()
             without_caller(error)
+            del state, args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return keeping  # type: ignore[return-value]

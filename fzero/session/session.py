@@ -266,6 +266,7 @@ class Session:
             agree(self.rank, self.world_size, "a new program's memory", digest, self.group, failure)
         except Exception:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
+            failure = None  # as in `api.agreed`
             raise
         self.presence.rename(call)
         for oldest in [*self.compiled_segments][:-MAX_PROGRAMS]:

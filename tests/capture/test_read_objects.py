@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -367,3 +368,92 @@ def test_a_configuration_of_an_installed_library(case: str, tmp_path: Path, monk
     with pytest.raises(CaptureError, match=rf"^{name}, which .* reads, was .* and is 5.0"):
         fzero.step(state, X)
     sys.modules.pop("configs_of_a_library")
+
+
+class Quiet(contextlib.ContextDecorator):
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: Any) -> None: ...
+
+
+WRAPPED_BY: dict[str, Callable[[Any], Any]] = {
+    "a context of the standard library": Quiet(),
+    "a cache": functools.lru_cache,
+    "a dispatch": functools.singledispatch,
+    "a decorator of torch": torch.compiler.disable,
+    "a setting of torch": torch.autocast("cpu", enabled=False),
+}
+CELL = "@decorate\ndef scaled(x, by=2.0):\n    return by * x\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "by"),
+    [*(("function", by) for by in WRAPPED_BY), *(("method", by) for by in WRAPPED_BY if by != "a dispatch")],
+)
+def test_a_decorated_function_that_is_defined_again(form: str, by: str) -> None:
+    """As by a cell of a notebook: the function that is left there is the decorator's, with the code that it had."""
+    cells: dict[str, Any] = {"decorate": WRAPPED_BY[by], "Tensor": Tensor}
+
+    def run(text: str) -> None:
+        if form == "method":
+            text = text.replace("(x", "(self, x").replace("scaled", "__call__").replace("\n", "\n    ")
+            text = f"class Scaled:\n    {text}\nscaled = Scaled()\n"
+        exec(compile(text, "cells.py", "exec"), cells)
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        return cells["scaled"]((batch @ params["w"]).square().mean())
+
+    run(CELL)
+    state = fzero.step(fzero.init({"w": torch.ones(2)}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.0))), X)
+    run(CELL)
+    state = fzero.step(state, X)
+    for text in (CELL.replace("by * x", "by * x + 1.0"), CELL.replace("2.0", "3.0")):
+        run(text)
+        with pytest.raises(CaptureError, match=r"^.*(scaled|__call__).* was .* and is "):
+            fzero.step(state, X)
+        run(CELL)
+        state = fzero.step(state, X)
+
+
+def test_an_object_that_is_given_another_dict() -> None:
+    """Assignments to a pydantic model with `validate_assignment` give it one."""
+    config = Config()
+    state = fzero.step(begun(lambda: config.k), X)
+    config.__dict__ = {**vars(config), "other": 2.0}
+    state = fzero.step(state, X)
+    config.__dict__ = {**vars(config), "k": 3.0}
+    with pytest.raises(CaptureError, match=r"^config.k, which .* reads, was 1.0 and is 3.0"):
+        fzero.step(state, X)
+
+
+def test_a_tuple_that_is_made_again_is_watched_as_the_first_was() -> None:
+    place = SimpleNamespace(rates=(1.0, 2.0))
+    state = fzero.step(begun(lambda: place.rates[0]), X)
+    for second in (2.0, 3.0):
+        place.rates = (float("1"), second)
+        state = fzero.step(state, X)
+    place.rates = (5.0, 2.0)
+    with pytest.raises(CaptureError, match=r"^place.rates.*, which .* reads, was .*1.0.* and is .*5.0"):
+        fzero.step(state, X)
+
+
+def test_another_object_is_told_by_what_differs_in_it() -> None:
+    """Two addresses say nothing."""
+    place = SimpleNamespace(config=Config())
+    state = fzero.step(begun(lambda: place.config.twice), X)
+    place.config = Config(3.0)
+    another = r"^place.config, which .* reads, is another object: self.k, which Config.twice .* reads, was 1.0 and is"
+    with pytest.raises(CaptureError, match=f"{another} 3.0"):
+        fzero.step(state, X)
+    del place.config.k
+    with pytest.raises(CaptureError, match=f"{another} not there"):
+        fzero.step(state, X)
+
+
+def test_setdefault_reads_an_entry() -> None:
+    table: dict[str, float] = {}
+    state = fzero.step(begun(lambda: table.setdefault("a", 2.0)), X)
+    table["a"] = float("2")
+    state = fzero.step(state, X)
+    table["a"] = 3.0
+    with pytest.raises(CaptureError, match=r"^table\['a'\], which .* reads, was 2.0 and is 3.0"):
+        fzero.step(state, X)

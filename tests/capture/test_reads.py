@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
 import enum
 import functools
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import timeit
 import types
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -798,14 +800,16 @@ def test_what_is_typed_is_the_users(name: str) -> None:
     assert kind_of("<string>") == kind_of("<frozen importlib._bootstrap>") == OTHER
 
 
-def test_what_python_c_was_given_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The generated functions of dataclasses have its file name, and are not; test processes of xdist run by -c."""
-    monkeypatch.setattr(sys, "argv", ["-c"])
+def test_what_python_c_and_exec_were_given_is_the_users() -> None:
+    """The functions that modules of others generate have its file name, and are not."""
     given = compile("1", "<string>", "eval")
-    assert kind_of_code(given, {"__name__": "__main__"}) == USER
+    for users in ({}, {"__name__": "__main__"}, {"__name__": "of_no_module"}, {"__file__": "/home/a/train.py"}):
+        assert kind_of_code(given, users) == USER
     assert kind_of_code(given, {"__name__": "dataclasses"}) == OTHER
-    monkeypatch.setattr(sys, "argv", ["script.py"])
-    assert kind_of_code(given, {"__name__": "__main__"}) == OTHER
+    new: Any = namedtuple("Pair", "x y").__new__
+    assert kind_of_code(new.__code__, new.__globals__) == OTHER
+    assert kind_of("<dynamic-code>") == USER  # of what came by cloudpickle
+    assert kind_of_code(given, {"__name__": "__main__", "__file__": dataclasses.__file__}) == OTHER
 
 
 def test_what_a_helper_does_not_read_of_its_argument_is_no_change() -> None:
@@ -1081,3 +1085,26 @@ def test_a_change_on_one_rank_alone_ends_on_all_and_hangs_none(on_change: str) -
         for said in (first, second):
             assert "SHARED.rate is 1.0 on rank 0, 2.0 on rank 1" in said[0]
             assert said[1] == "runs"  # ranks may close over other values of one shape
+
+
+def test_a_debugger_that_starts_in_a_loss_keeps_the_program() -> None:
+    """Its `step` into a function did not stop there: as `breakpoint()` in a loss."""
+    called: list[str] = []
+
+    def follows(frame: Any, event: str, argument: Any) -> None:
+        called.append(frame.f_code.co_name)
+
+    def loss(p, b):
+        sys.settrace(follows)
+        x = (b @ p["w"]).square()
+        try:
+            return helper(x).mean()
+        finally:
+            sys.settrace(None)
+
+    before = sys.gettrace()
+    try:
+        fzero.step(state_of(loss), X)
+    finally:
+        sys.settrace(before)
+    assert "helper" in called

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,27 @@ def test_all_frames_are_there_where_that_is_asked(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError) as found:
         fzero.step(state, X)
     assert len(frames(found.value)) > 30
+
+
+@pytest.mark.parametrize(
+    "loss", [shorter, lambda p, b: (p["w"] * b).sum() * float(p["w"].sum().detach())], ids=["shape", "value"]
+)
+@pytest.mark.parametrize("switch", ["", "full"])
+def test_an_error_keeps_no_state_alive(loss: Callable[..., Any], switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell of a notebook that fails and runs again would hold two states until Python collects garbage."""
+    monkeypatch.setenv(SWITCH, switch)
+    gc.collect()
+    gc.disable()
+    try:
+        state = state_of(loss)
+        session = weakref.ref(state.runtime)
+        with pytest.raises(Exception, match=r"test_short_tracebacks.py:\d+") as found:
+            fzero.step(state, X)
+        kept = None if switch else found.value  # as sys.last_value
+        del state, found
+        assert session() is None, kept
+    finally:
+        gc.enable()
 
 
 def test_layers_of_torch_stay_and_how_they_are_called_does_not() -> None:
@@ -122,3 +145,35 @@ def test_in_another_thread() -> None:
     thread.start()
     thread.join()
     assert frames(raised[0]) == ["target", "shorter"]
+
+
+@pytest.mark.parametrize("name", [None, "__main__", "cells"])
+def test_code_without_a_file_is_the_users(name: str | None) -> None:
+    """Of `python -c` and `exec`, in a dict that names no file: what it reads is watched, and an error ends there."""
+    made: dict[str, Any] = {} if name is None else {"__name__": name}
+    exec("ALPHA = 2.0\ndef loss(p, b):\n    x = ALPHA * p['w']\n    return (x * b).sum()\n", made)
+    state = fzero.step(state_of(made["loss"]), X)
+    with pytest.raises(RuntimeError, match=r"^<string>:4: aten.mul") as found:
+        fzero.step(state, X[:3])
+    assert frames(found.value) == ["test_code_without_a_file_is_the_users", "loss"]
+    made["ALPHA"] = 3.0
+    with pytest.raises(FzeroError, match=r"^ALPHA, which loss \(<string>:3\) reads, was 2.0 and is 3.0"):
+        fzero.step(state, X)
+
+
+def test_the_error_that_a_caller_handles_keeps_its_frames() -> None:
+    """A step in an `except` block: that error is the caller's."""
+    state = state_of(shorter)
+
+    def handles() -> None:
+        try:
+            torch.func.grad(lambda x: x.reshape(3))(X)
+        except RuntimeError:
+            fzero.step(state, X)
+
+    with pytest.raises(RuntimeError) as found:
+        handles()
+    first: Any = found.value
+    while first.__context__ is not None:
+        first = first.__context__
+    assert any("torch" in frame.filename for frame in traceback.extract_tb(first.__traceback__))

@@ -254,7 +254,7 @@ class _Machine:
             self.extend(first, _PARTS_OF[chain])
             return True
         last = chain.steps[-1] if chain.steps else chain.name
-        if (last == "getenv" or (last == "get" and chain.steps)) and isinstance(first, _Known):
+        if (last == "getenv" or (last in ("get", "setdefault") and chain.steps)) and isinstance(first, _Known):
             self.loads.pop(callee, None)
             shorter = (
                 _ENVIRON if last == "getenv" else NameChain(chain.name, chain.scope, chain.steps[:-1], chain.called)

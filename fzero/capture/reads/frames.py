@@ -21,14 +21,13 @@ from typing import Any, Protocol
 import torch
 
 from fzero import tree
+from fzero.capture.provenance import TYPED
 
 log = logging.getLogger("fzero")
 USER, LIBRARY, OTHER = "user", "library", "other"
 
 _STDLIB = tuple({os.path.dirname(os.__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# what is typed into Python, and the cells of notebooks that have no file
-_TYPED = ("<stdin>", "<ipython", "<doctest", "<python-input", "<console>", "<input", "<cell", "<command-", "<bpython")
 _TORCH, OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
 # what torch and fzero are built on, and libraries share: sympy shuffles the questions that it asks itself
 _BENEATH = tuple(
@@ -43,7 +42,7 @@ _LAYERS = os.path.join(_TORCH, "nn") + os.sep
 def kind_of(filename: str) -> str:
     """USER, LIBRARY (installed; of torch its layers) or OTHER: the standard library, torch's own work, fzero, and code
     that was generated."""
-    if filename.startswith(_TYPED):
+    if filename.startswith(TYPED):
         return USER
     if filename.startswith((OURS, "<")):
         return OTHER
@@ -58,14 +57,16 @@ def kind_of(filename: str) -> str:
 
 def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
     """The same of a function's code and its globals. What `exec` or `python -c` was given has the file name of code
-    that was generated: it is the user's in a module of the user's, as a dataclass's `__eq__` is, and in a dict that is
-    no module."""
+    that was generated: it is the user's in a module of the user's, as a dataclass's `__eq__` is, and where no module is
+    known."""
     if code.co_filename != "<string>":
         return kind_of(code.co_filename)
-    if variables.get("__file__"):
-        return kind_of(variables["__file__"])
-    typed = "__name__" not in variables or (variables["__name__"] == "__main__" and sys.argv[:1] == ["-c"])
-    return USER if typed else OTHER
+    if not variables.get("__builtins__", True):  # of a named tuple
+        return OTHER
+    name = variables.get("__name__", "__main__")
+    module = None if name == "__main__" else sys.modules.get(name)
+    file = variables.get("__file__") or getattr(module, "__file__", None)
+    return kind_of(file) if file else USER
 
 
 class Follower(Protocol):
@@ -95,12 +96,12 @@ class _BySettrace:
         sys.settrace(self._call)
 
     def stop(self) -> None:
-        if self.on:
+        if self.on and sys.gettrace() == self._call:
             sys.settrace(None)
         self.on = False
 
     def __enter__(self) -> None:
-        if self.on and not self.depth:
+        if not self.depth and self._has_it():
             sys.settrace(None)
         self.depth += 1
 
@@ -108,6 +109,13 @@ class _BySettrace:
         self.depth -= 1
         if self.on and not self.depth:
             sys.settrace(self._call)
+
+    def _has_it(self) -> bool:
+        """Whether this follows the program still: a `breakpoint()` in a loss starts a debugger, which keeps it."""
+        if self.on and sys.gettrace() != self._call:
+            self.on = False
+            _say_debugger()
+        return self.on
 
     def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         if not self.follower.entered(frame):

@@ -30,12 +30,18 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Change:
-    """A place whose value is another now."""
+    """A place whose value is another now. within: of an object that shows nothing but its address, the first part that
+    differs."""
 
     place: ReadPlace
     now: Any
+    within: Change | None = None
 
     def __str__(self) -> str:
+        if self.within is not None:
+            if self.place.key == "__dict__":
+                return str(self.within)
+            return f"{self.place.name}, which {self.place.where} reads, is another object: {self.within}"
         old = self.place.behind if self.place.value is MISSING else self.place.value
         parts = getattr(self.place.key, "__self__", None)
         told = parts.told if isinstance(parts, ModuleParts) else lambda *x: x
@@ -115,23 +121,32 @@ class Reads:
             now = place.now()
             if now is place.value or (place.filled and now is MISSING):
                 continue
-            if place.holds(now) or _rebuilt(place, now, parts):
+            if _rebuilt(place, now, parts):
                 place.value, learnt = now, True
             else:
-                yield Change(place, now)
+                yield Change(place, now, _within(place, now, parts, frozenset()))
         if learnt:
             self._group()
 
 
 def _rebuilt(place: ReadPlace, now: Any, parts: dict[int, list[ReadPlace]]) -> bool:
-    """Whether an object of the same kind is in this place, and all that was read of the old one is the same in it. Its
-    places then lie in the new one. parts: places, by the ids of their holders."""
+    """Whether a value of the same worth is in this place, or an object of the same kind in which all that was read of
+    the old one is the same. Its places then lie in the new one. parts: places, by the ids of their holders."""
     moved: dict[ReadPlace, tuple[Any, Any]] = {place: (place.holder, now)}
-    if not _fits(place, now, parts, moved):
+    if not _holds(place, now, parts, moved):
         return False
     for part, (holder, value) in moved.items():
         part.holder, part.value = holder, value
     return True
+
+
+def _holds(
+    place: ReadPlace, now: Any, parts: dict[int, list[ReadPlace]], moved: dict[ReadPlace, tuple[Any, Any]]
+) -> bool:
+    """Whether a value is what it was. The parts of a function or a tuple that was made again move, as an object's."""
+    again = now is not place.value and place.kind != COPY and isinstance(now, (types.FunctionType, tuple))
+    has_parts = again and bool(_parts(place.value, now, parts))
+    return (not has_parts and place.holds(now)) or _fits(place, now, parts, moved)
 
 
 def _fits(
@@ -141,7 +156,7 @@ def _fits(
     old = place.value
     if place.kind == COPY or not _alike(old, now):
         return False
-    mine = [(part, new) for holder, new in _holders(old, now) for part in parts.get(id(holder), ())]
+    mine = _parts(old, now, parts)
     if place.whole and (not mine or isinstance(old, nn.Module)):
         return False
     for part, holder in mine:
@@ -151,9 +166,30 @@ def _fits(
                 return False
             continue
         moved[part] = holder, value
-        if not (part.holds(value) or _fits(part, value, parts, moved)):
+        if not _holds(part, value, parts, moved):
             return False
     return True
+
+
+def _parts(old: Any, now: Any, parts: dict[int, list[ReadPlace]]) -> list[tuple[ReadPlace, Any]]:
+    """What was read of an old object, each with its holder in a new one."""
+    return [(part, new) for holder, new in _holders(old, now) for part in parts.get(id(holder), ())]
+
+
+def _within(
+    place: ReadPlace, now: Any, parts: dict[int, list[ReadPlace]], outer: frozenset[ReadPlace]
+) -> Change | None:
+    """The innermost change of what was read of an object that shows nothing but its address, or of its `__dict__`; None
+    if that is not known."""
+    outer |= {place}
+    plain: Any = object.__repr__
+    if type(place.value).__repr__ is not plain and place.key != "__dict__":
+        return None
+    for part, holder in [] if place.kind == COPY or not _alike(place.value, now) else _parts(place.value, now, parts):
+        value = part.on(holder)
+        if part not in outer and not _holds(part, value, parts, {}):
+            return _within(part, value, parts, outer) or Change(part, value)
+    return None
 
 
 def _alike(old: Any, new: Any) -> bool:

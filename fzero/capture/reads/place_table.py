@@ -79,8 +79,8 @@ class PlaceTable:
         if isinstance(value, functools.partial):
             self._given(value, name, where, parent)
             return
-        if isinstance(value, types.FunctionType):
-            self.cells.know(value)
+        if isinstance(value, worth.WRAPPERS):
+            self.wrapped(value, name, where, parent)
             return
         self.ended[id(value)] = value
         known_module = isinstance(value, nn.Module) and (ENTRY, id(vars(value)), "training") in self.places
@@ -92,6 +92,15 @@ class PlaceTable:
             self.use(place)
             if not isinstance(value, nn.Module):
                 self.end(place.value, place.name, where, place, depth + 1)
+
+    def wrapped(self, fn: Any, name: str, where: str, parent: ReadPlace | None) -> None:
+        """Knows a function, and notes those that decorators have wrapped: the user's is named there alone."""
+        fns = worth.within(fn)
+        for outer in fns[:-1]:
+            parent = self.note((ENTRY, vars(outer), "__wrapped__"), name, where, parent)
+        for one in fns:
+            if isinstance(one, types.FunctionType):
+                self.cells.know(one)
 
     def _given(self, fn: functools.partial[Any], name: str, where: str, parent: ReadPlace | None) -> None:
         """Notes a partial's function and arguments; what it reads of these, the lines of the user's function name."""

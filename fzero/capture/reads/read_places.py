@@ -27,7 +27,7 @@ from torch import nn
 
 from fzero.capture.reads.frames import LIBRARY, kind_of
 from fzero.capture.reads.module_parts import ModuleParts
-from fzero.capture.reads.worth import DESCRIPTORS, MISSING, Worth, is_fixed, is_traced, same
+from fzero.capture.reads.worth import DESCRIPTORS, MISSING, WRAPPERS, Worth, is_fixed, is_traced, same
 
 ENTRY, ITEM, ATTRIBUTE, COPY = "entry", "item", "attribute", "copy"
 READ: dict[str, Callable[[Any, Any], Any]] = {
@@ -115,11 +115,12 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
         return [(ATTRIBUTE, owner, name)], _get(owner, name)
     if raw is not MISSING and hasattr(type(raw), "__set__"):
         return _of_descriptor(kind, name, raw), MISSING
-    if own is not None and name in own:
-        return [(ENTRY, own, name)], own[name]
+    if own is not None and name in own:  # an assignment may give the object another dict, as pydantic's do
+        fixed = isinstance(owner, (types.ModuleType, nn.Module))
+        return [*([] if fixed else [(ATTRIBUTE, owner, "__dict__")]), (ENTRY, own, name)], own[name]
     if raw is not MISSING:
         value = raw.__func__ if isinstance(raw, staticmethod) else raw
-        computed = hasattr(type(raw), "__get__") and not isinstance(raw, (types.FunctionType, staticmethod))
+        computed = hasattr(type(raw), "__get__") and not isinstance(raw, (*WRAPPERS, staticmethod))
         if computed or not kind.__flags__ & _HEAP_TYPE:
             filled = [(ENTRY, own, name)] if own is not None and isinstance(raw, functools.cached_property) else []
             return [*filled, *_of_descriptor(kind, name, raw)], MISSING

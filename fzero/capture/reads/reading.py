@@ -102,7 +102,8 @@ class Reading:
         for name, kind in found.items():
             first = next(one for one in _class_of(owner).__mro__ if name in vars(one))
             for spot in read_places.attribute(owner if kind is first else kind, name)[0]:
-                self.table.note(spot, f"{kind.__qualname__}.{name}", _where(frame), None)
+                place = self.table.note(spot, f"{kind.__qualname__}.{name}", _where(frame), None)
+                self.table.wrapped(place.value, place.name, place.where, place)
             for fn in _running(vars(kind)[name], code):
                 self.table.cells.know(fn)
 
@@ -265,7 +266,8 @@ def _names_of(kind: type, code: types.CodeType) -> list[str]:
 
 def _running(raw: Any, code: types.CodeType) -> list[types.FunctionType]:
     """The functions of this code that a class's attribute runs."""
-    return [fn for fn in worth.functions_of(raw) if isinstance(fn, types.FunctionType) and fn.__code__ is code]
+    fns = (fn for outer in worth.functions_of(raw) for fn in worth.within(outer))
+    return [fn for fn in fns if isinstance(fn, types.FunctionType) and fn.__code__ is code]
 
 
 def _class_of(owner: Any) -> type:

@@ -65,6 +65,7 @@ def same(old: Any, new: Any) -> bool:
     return isinstance(old, DESCRIPTORS) and same(functions_of(old), functions_of(new))
 
 
+WRAPPERS = (types.FunctionType, type(functools.lru_cache(int)))  # what a decorator may put in a function's place
 DESCRIPTORS = (property, functools.cached_property, classmethod, staticmethod)
 
 
@@ -75,6 +76,15 @@ def functions_of(raw: Any) -> tuple[Any, ...]:
     if isinstance(raw, (classmethod, staticmethod)):
         return (raw.__func__,)
     return (raw.func,) if isinstance(raw, functools.cached_property) else (raw,)
+
+
+def within(fn: Any) -> list[Any]:
+    """A function, and those within it that decorators have wrapped (`functools.wraps`)."""
+    found: list[Any] = []
+    while fn is not None and not any(fn is one for one in found):
+        found.append(fn)
+        fn = vars(fn).get("__wrapped__") if isinstance(fn, WRAPPERS) else None
+    return found
 
 
 def _same_function(old: types.FunctionType, new: types.FunctionType) -> bool:
@@ -124,7 +134,7 @@ def shown(value: Any) -> str:
         return f"{name} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
     if isinstance(value, nn.Module):
         return type(value).__name__
-    return reprlib.repr(value)
+    return " ".join(reprlib.repr(value).split())  # of some configurations it has lines
 
 
 @dataclass(frozen=True, eq=False, repr=False)
