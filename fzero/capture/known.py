@@ -110,9 +110,13 @@ class Known:
     guarded: set[int] = field(default_factory=set)  # their storages, which no op may write to
     computed_bytes: int = 0  # of all values so far
 
-    def follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """After an op: keeps the values of its results, or forgets those that it has written to."""
-        real_args = self._real(func, args, kwargs)
+    def follow(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, forward: bool = True
+    ) -> None:
+        """After an op: keeps the values of its results, or forgets those that it has written to.
+
+        forward: it is none of the backward, whose first gradient (`ones_like` of the loss) may be scaled later."""
+        real_args = self._real(func, args, kwargs, shaped=forward)
         written = self._written(func, args, kwargs) if func._schema.is_mutable else set()
         large = any(x.numel() > MOST for x in _tensors(result)) or self.computed_bytes > IN_ALL
         if real_args is None or large or written & self.guarded:
@@ -187,10 +191,11 @@ class Known:
                 return args[0].clone()
             return func(*args, **kwargs)
 
-    def _real(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, _Sources] | None:
+    def _real(self, func: Any, args: Any, kwargs: Any, *, shaped: bool = False) -> tuple[Any, Any, _Sources] | None:
         """(args, kwargs, sources) with real tensors for fakes.
 
-        None where one is not known, or where the op's result is not a function of them.
+        None where one is not known, or where the op's result is not a function of them. shaped: of an op that reads the
+        shape of an operand alone no value need be known.
         """
         name = func._schema.name
         if torch.Tag.nondeterministic_seeded in func.tags or not name.startswith("aten::") or _MADE.search(name):
@@ -201,7 +206,7 @@ class Known:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self._of(leaf)
-                if known is None and of(func).of_shape:  # it reads no value of it
+                if known is None and shaped and of(func).of_shape:
                     with unwatched():
                         known = torch.empty((), dtype=leaf.dtype).expand(leaf.shape), frozenset()
                 if known is None:

@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):
             device = next((x.device for x in fx_values.tensors(args)), torch.device("cpu"))
             return optree.tree_map(lambda x: known.literal(x, device), value[0])
         result = func(*args, **kwargs)
-        known.follow(func, args, kwargs, result)
+        known.follow(func, args, kwargs, result, forward=self.phase() is None)
         return result
 
     def _refuse_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -263,7 +263,7 @@ def _check_copies(skeleton: nn.Module, ours: Collection[int]) -> None:
             raise TreeError(
                 f"{'.'.join(filter(None, (path, strays[0])))!r} of {type(skeleton).__name__}: a copy of "
                 f"{type(part).__name__} makes its own tensors (it has a __deepcopy__), so apply could not put others "
-                "in their place. Hold the modules as plain attributes, and compute the loss with those"
+                "in their place. Hold the modules as plain attributes (a loss of TorchRL: functional=False)"
             )
 
 
