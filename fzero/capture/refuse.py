@@ -292,7 +292,10 @@ def _buffer(error: Exception) -> str:
     found, trace_back = "", error.__traceback__
     while trace_back is not None:
         frame, number = trace_back.tb_frame, trace_back.tb_lineno
-        if isinstance(module := frame.f_locals.get("self"), nn.Module):
+        method = frame.f_code.co_varnames[:1] == (
+            "self",
+        )  # of no other frame: what f_locals copies stays with the frame
+        if method and isinstance(module := frame.f_locals.get("self"), nn.Module):
             line = linecache.getline(frame.f_code.co_filename, number)
             named = (name for name in _OF_SELF.findall(line) if is_fake(module._buffers.get(name)))
             found = next(named, "")
