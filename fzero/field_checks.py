@@ -8,6 +8,8 @@ from typing import Any
 from fzero.errors import SpecError
 from fzero.tree import suggest
 
+LONGEST = 200  # characters
+
 
 def needs(ok: bool, name: str, value: Any, needed: str, of: str = "Spec") -> None:
     """Raises SpecError unless `ok`. of: the record whose field it is.
@@ -17,7 +19,17 @@ def needs(ok: bool, name: str, value: Any, needed: str, of: str = "Spec") -> Non
     fzero.errors.SpecError: Spec(prefetch=-1): needed 0 or a positive int
     """
     if not ok:
-        raise SpecError(f"{of}({name}={value!r}): needed {needed}")
+        raise SpecError(f"{of}({name}={shown(value)}): needed {needed}")
+
+
+def shown(value: Any) -> str:
+    """A value in one line, as an error names it: of torch's optimizers, models and large dicts the beginning.
+
+    >>> shown({"w": [0] * 200})
+    "{'w': [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 ..."
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= LONGEST else f"{text[:60]} ..."
 
 
 def positive(name: str, value: Any) -> None:
@@ -34,7 +46,7 @@ def choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
     """
     if value not in known:
         hint = suggest(value, [k for k in known if isinstance(k, str)]) if isinstance(value, str) else ""
-        raise SpecError(f"Spec({name}={value!r}): needed one of {list(known)}.{hint}")
+        raise SpecError(f"Spec({name}={shown(value)}): needed one of {list(known)}.{hint}")
 
 
 def path_rules(name: str, given: Any, example: str, of: str = "Spec") -> None:
