@@ -34,21 +34,21 @@ def short_tracebacks(call: Call) -> Call:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            shorten(error, before)
-            del args, kwargs  # this frame stays, as the caller of those that are shown
+            if shorten(error, before):
+                del args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return shortened  # type: ignore[return-value]
 
 
-def shorten(error: BaseException, before: BaseException | None) -> None:
-    """Leaves the user's frames in an error's traceback, and in those of the errors that led to it. before: what the
-    caller was handling, which is not this call's.
+def shorten(error: BaseException, before: BaseException | None) -> bool:
+    """Leaves the user's frames in an error's traceback, and in those of the errors that led to it, if it is the user's;
+    returns whether. before: what the caller was handling, which is not this call's.
 
     The other frames are emptied: they would keep a state alive as long as somebody holds the error, as a notebook does.
     """
     if os.environ.get(SWITCH) == "full" or not isinstance(error, Exception) or not _is_users(error):
-        return
+        return False
     errors: list[BaseException] = [error]
     for one in errors:
         for at in _frames(one.__traceback__):
@@ -59,6 +59,7 @@ def shorten(error: BaseException, before: BaseException | None) -> None:
         for other in (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())):
             if other is not None and all(other is not known for known in (before, *errors)):
                 errors.append(other)
+    return True
 
 
 def _is_users(error: Exception) -> bool:

@@ -50,8 +50,8 @@ def keeps_state(step: Step) -> Step:
                 state.become(after)
             if held is not None:
                 held.end()
-            shorten(error, before)
-            del state, args, kwargs  # this frame stays, as the caller of those that are shown
+            if shorten(error, before):
+                del state, args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return keeping  # type: ignore[return-value]
