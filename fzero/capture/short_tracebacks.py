@@ -37,21 +37,23 @@ def short_tracebacks(call: Call) -> Call:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            shorten(error, before, misused=isinstance(error, TypeError) and not _takes(signature, args, kwargs))
-            del args, kwargs  # this frame stays, as the caller of those that are shown
+            misused = isinstance(error, TypeError) and not _takes(signature, args, kwargs)
+            if shorten(error, before, misused=misused):
+                del args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return shortened  # type: ignore[return-value]
 
 
-def shorten(error: Exception, before: BaseException | None, *, misused: bool = False) -> None:
-    """Leaves the user's frames in an error's traceback, and in those of the errors that led to it. before: what the
-    caller was handling, which is not this call's. misused: it is the user's in any case.
+def shorten(error: Exception, before: BaseException | None, *, misused: bool = False) -> bool:
+    """Leaves the user's frames in an error's traceback, and in those of the errors that led to it, if it is the user's;
+    returns whether. before: what the caller was handling, which is not this call's. misused: it is the user's in any
+    case.
 
     The other frames are emptied: they would keep a state alive as long as somebody holds the error, as a notebook does.
     """
     if os.environ.get(SWITCH) == "full" or not (misused or _is_users(error)):
-        return
+        return False
     errors: list[BaseException] = [error]
     for one in errors:
         for at in _frames(one.__traceback__):
@@ -62,12 +64,16 @@ def shorten(error: Exception, before: BaseException | None, *, misused: bool = F
         for other in (one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())):
             if other is not None and all(other is not known for known in (before, *errors)):
                 errors.append(other)
+    return True
 
 
-def without_caller(error: BaseException) -> None:
-    """Leaves the function out of a traceback that handles the error, and is no more than a wrapper."""
-    if error.__traceback__ is not None and os.environ.get(SWITCH) != "full":
-        error.__traceback__ = error.__traceback__.tb_next
+def without_caller(error: BaseException) -> bool:
+    """Leaves the function out of a traceback that handles the error, and is no more than a wrapper. Returns whether the
+    rest is the user's alone."""
+    if error.__traceback__ is None or os.environ.get(SWITCH) == "full":
+        return False
+    error.__traceback__ = error.__traceback__.tb_next
+    return all(map(_stays, _frames(error.__traceback__)))
 
 
 def _takes(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -49,8 +49,8 @@ def keeps_state(step: Step) -> Step:
                 state.become(after)
             if held is not None:
                 held.end()
-            without_caller(error)
-            del state, args, kwargs  # this frame stays, as the caller of those that are shown
+            if without_caller(error):
+                del state, args, kwargs  # this frame stays, as the caller of those that are shown
             raise
 
     return keeping  # type: ignore[return-value]

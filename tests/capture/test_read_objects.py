@@ -325,6 +325,8 @@ def test_a_count_by_setattr_is_refused() -> None:
 
 
 LIBRARY = """
+import collections.abc
+
 class Config:
     def __init__(self, **values):
         object.__setattr__(self, "_fields", values)
@@ -334,6 +336,26 @@ class Config:
         return self._fields.get(key, default)
     def __setattr__(self, key, value):
         self._fields[key] = value
+
+class Mapped(Config):
+    def keys(self):
+        return self._fields.keys()
+    def values(self):
+        return self._fields.values()
+    def __len__(self):
+        return len(self._fields)
+    def __iter__(self):
+        return iter(self._fields)
+    def __contains__(self, key):
+        return key in self._fields
+
+class Listed(collections.abc.Sequence):
+    def __init__(self, values):
+        self._list = values
+    def __getitem__(self, key):
+        return self._list[key]
+    def __len__(self):
+        return len(self._list)
 
 class Munch(dict):
     def __getattr__(self, key):
@@ -457,3 +479,37 @@ def test_setdefault_reads_an_entry() -> None:
     table["a"] = 3.0
     with pytest.raises(CaptureError, match=r"^table\['a'\], which .* reads, was 2.0 and is 3.0"):
         fzero.step(state, X)
+
+
+@pytest.mark.parametrize("case", ["**", "values", "iteration", "in", "if", "list", "length"])
+def test_a_configuration_that_is_read_as_a_whole(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `build(**cfg.loss)` and `for weight in cfg.weights` with omegaconf; other entries may change."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "wholes_of_a_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    of = importlib.import_module("wholes_of_a_library")
+    weights, listed = of.Mapped(a=1.0, b=2.0), of.Listed([1.0, 2.0])
+    config = of.Mapped(weights=weights, listed=listed, step=0)
+
+    def sums(a: float, b: float, c: float = 0.0) -> float:
+        return a + b + c
+
+    reads: dict[str, Callable[[], Any]] = {
+        "**": lambda: sums(**config["weights"]),
+        "values": lambda: sum(config["weights"].values()),
+        "iteration": lambda: sum(config["weights"][key] for key in config["weights"]),
+        "in": lambda: 1.0 if "c" in config["weights"] else 2.0,
+        "if": lambda: 1.0 if config["listed"] else 2.0,
+        "list": lambda: sum(config["listed"]),
+        "length": lambda: len(config["listed"]),
+    }
+    state = fzero.step(begun(reads[case]), X)
+    config.step = 1
+    if case in ("in", "if"):
+        weights.a = listed._list[0] = 3.0
+    state = fzero.step(state, X)
+    weights.a, weights.c = 5.0, 1.0
+    listed._list[:] = [] if case == "if" else [1.0, 3.0, 4.0]
+    with pytest.raises(CaptureError, match=r"config\['(weights|listed)'\].* which .* reads, was .* and is "):
+        fzero.step(state, X)
+    sys.modules.pop("wholes_of_a_library")

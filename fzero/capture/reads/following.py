@@ -92,7 +92,8 @@ class Following:
         if isinstance(step, Named):
             return read_places.attribute(owner, key) if isinstance(key, str) else ([], MISSING)
         if isinstance(step, Within):
-            known = isinstance(owner, (dict, read_places.ENVIRON)) and key is not MISSING and worth.is_fixed(key)
+            maps = isinstance(owner, (dict, read_places.ENVIRON)) or read_places.maps_of_library(owner)
+            known = maps and key is not MISSING and worth.is_fixed(key)
             return ([(read_places.COPY, owner, read_places.Has(key))] if known else []), MISSING
         if isinstance(step, Get) and isinstance(owner, read_places.ENVIRON):
             return [(read_places.COPY, owner, read_places.Asked("get", key))], MISSING
@@ -148,5 +149,5 @@ def _reads_all(step: Step | NameChain, owner: Any, spots: list[Spot]) -> bool:
     if isinstance(step, str):
         return read_places.of_all(owner, step)
     if isinstance(step, Within):
-        return not isinstance(owner, dict)
+        return not isinstance(owner, dict) and not read_places.maps_of_library(owner)
     return isinstance(owner, ChainMap) if isinstance(step, Get) else isinstance(step, Computed) and not spots

@@ -17,7 +17,7 @@ import os
 import threading
 import types
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -247,7 +247,7 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
             ((COPY, owner, parts.modules), "'s parts"),
         ]
     if not isinstance(owner, CONTAINERS):
-        return []
+        return _of_library(owner)
     whole: list[tuple[Spot, str]] = [] if isinstance(owner, tuple) else [((COPY, owner, size_of), "'s length")]
     if size_of(owner) > MOST_ITEMS or (not depth and _in_all(owner) > MOST_IN_ALL):
         return whole
@@ -262,6 +262,37 @@ def size_of(owner: Any) -> int:
     """How many items a container has. A class that inherits from one may refuse its `len`, or count something else."""
     kind: Any = next(kind for kind in CONTAINERS if isinstance(owner, kind))
     return int(kind.__len__(owner))
+
+
+def maps_of_library(owner: Any) -> bool:
+    """Whether an object is a mapping of an installed library, as its configuration."""
+    return not isinstance(owner, nn.Module) and by_library(owner, "keys") and by_library(owner, "__getitem__")
+
+
+def lists_of_library(owner: Any) -> bool:
+    """Whether an object is a sequence of an installed library, as its configuration."""
+    return isinstance(owner, Sequence) and by_library(owner, "__getitem__")
+
+
+def has_length(owner: Any) -> bool:
+    """Whether the truth of a container is that of its length."""
+    return isinstance(owner, CONTAINERS) or maps_of_library(owner) or lists_of_library(owner)
+
+
+def _of_library(owner: Any) -> list[tuple[Spot, str]]:
+    """The same of a configuration of an installed library, which is a mapping or a sequence."""
+    try:
+        if maps_of_library(owner):
+            keys = [*owner.keys()]
+            whole: list[tuple[Spot, str]] = [((COPY, owner, list), "'s keys")] if [*owner] == keys else []
+        elif lists_of_library(owner):
+            keys, whole = [*range(len(owner))], [((COPY, owner, len), "'s length")]
+        else:
+            return []
+    except Exception:  # the user's own code will say so
+        return []
+    held = [] if len(keys) > MOST_ITEMS else keys
+    return [*whole, *((spot, f"[{key!r}]") for key in held for spot in item(owner, key)[0])]
 
 
 class Elements(NamedTuple):
@@ -327,7 +358,7 @@ _ASKED: dict[str, Callable[[Any], bool]] = {  # by name: of which owners it is r
 def of_all(owner: Any, name: str) -> bool:
     """Whether an attribute is a method of a container, which may read all that it holds."""
     if not isinstance(owner, (*CONTAINERS, *_WRAPPERS)):
-        return False
+        return name in ("keys", "values", "items") and maps_of_library(owner)
     kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
     own = bool(kinds) and kinds[0].__module__ in _OF_CONTAINERS and name != "__dict__"
     return own or (isinstance(owner, tuple) and name.startswith("_"))

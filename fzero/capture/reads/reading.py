@@ -182,9 +182,9 @@ class Reading:
         if not users:
             return
         self._asked(use, frame, where)
-        if callee is TRUTH and isinstance(value, read_places.CONTAINERS):
+        if callee is TRUTH and read_places.has_length(value):
             self.table.note((read_places.COPY, value, bool), f"bool({chain})", where, place)
-        elif value is not MISSING and not self._follows_itself(callee, frame):
+        elif value is not MISSING and not self._follows_itself(callee, frame, value):
             self.table.end(value, str(chain), where, place, 0)
             self.moves.given(value, str(chain), where, callee)
             if any(self._function(callee, frame) is fn for fn in _OF_ALL_FIELDS) and hasattr(value, "__dict__"):
@@ -199,13 +199,14 @@ class Reading:
             value, _ = self.following.follow(owner, frame, "", [], False)
             self.moves.asked(value, method, str(owner), where, use.dropped)
 
-    def _follows_itself(self, callee: NameChain | None, frame: types.FrameType) -> bool:
+    def _follows_itself(self, callee: NameChain | None, frame: types.FrameType, value: Any) -> bool:
         """Whether a value is given to a function of the user, whose own lines say what they read of it. What a
-        `__getattr__` returns is part of a longer chain in the line that asks for it. `is None` reads nothing of it."""
+        `__getattr__` returns is part of a longer chain in the line that asks for it; so is a configuration of a library
+        that a function returns. `is None` reads nothing of it."""
         if callee is TESTED:
             return True
         if callee is RETURNED:
-            return frame.f_code.co_name == "__getattr__"
+            return frame.f_code.co_name == "__getattr__" or read_places.maps_of_library(value)
         fn = self._function(callee, frame)
         return isinstance(fn, types.FunctionType) and kind_of_code(fn.__code__, fn.__globals__) == USER
 
