@@ -295,6 +295,18 @@ def test_a_variable_of_the_function_around_a_class() -> None:
         fzero.step(state, X)
 
 
+def test_what_a_function_within_uses_is_not_read_as_a_whole() -> None:
+    """Python 3.13 loads the cells for it like a local variable."""
+    table: dict[str, Any] = {"weights": {"a": 1.0, "b": 2.0}, "step": 0}
+    state = state_of(lambda p, b: (b @ p["w"]).mean() * sum(table["weights"][key] for key in table["weights"]))
+    state = fzero.step(state, X)
+    table["step"] = 1
+    state = fzero.step(state, X)
+    table["weights"]["b"] = 3.0
+    with pytest.raises(CaptureError, match=r"^table\['weights'\].*, which .* was 2.0 and is 3.0"):
+        fzero.step(state, X)
+
+
 class Doubled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * doubled(2.0)

@@ -76,6 +76,11 @@ class _Machine:
         """The local variables that are read."""
         return frozenset(op.argval for op in dis.get_instructions(self.code) if op.opname.startswith("LOAD_FAST"))
 
+    @functools.cached_property
+    def cells(self) -> frozenset[str]:
+        """The variables that lie in cells."""
+        return frozenset((*self.code.co_freevars, *self.code.co_cellvars))
+
     def pop(self) -> Any:
         return self.stack.pop() if self.stack else None
 
@@ -170,7 +175,10 @@ class _Machine:
         if stores:
             self.pop()
         for local in names[stores:]:
-            self.load(local, "local", line)
+            if local in self.cells:  # the cell itself, for a function within: LOAD_CLOSURE before Python 3.13
+                self.stack.append(None)
+            else:
+                self.load(local, "local", line)
 
     def _import(self, name: str, line: int) -> None:
         of_names, level = self.pop(), self.pop()
