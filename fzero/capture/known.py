@@ -27,6 +27,7 @@ from fzero.capture.provenance import name_of
 from fzero.ir.op_info import of
 
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
+SHAPED = 1 << 16  # elements of one that is made of a shape (`zeros_like`): an optimizer makes large ones
 MOST_BYTES = 4096  # of a closed-over tensor that is compared by its bytes
 IN_ALL = 1 << 30  # bytes that one trace computes
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -206,7 +207,7 @@ class Known:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self._of(leaf)
-                if known is None and shaped and of(func).of_shape:
+                if known is None and shaped and of(func).of_shape and leaf.numel() <= SHAPED:
                     with unwatched():
                         known = torch.empty((), dtype=leaf.dtype).expand(leaf.shape), frozenset()
                 if known is None:
