@@ -292,9 +292,7 @@ def _buffer(error: Exception) -> str:
     found, trace_back = "", error.__traceback__
     while trace_back is not None:
         frame, number = trace_back.tb_frame, trace_back.tb_lineno
-        method = frame.f_code.co_varnames[:1] == (
-            "self",
-        )  # of no other frame: what f_locals copies stays with the frame
+        method = frame.f_code.co_varnames[:1] == ("self",)  # of others f_locals would keep what it copies, as the error
         if method and isinstance(module := frame.f_locals.get("self"), nn.Module):
             line = linecache.getline(frame.f_code.co_filename, number)
             named = (name for name in _OF_SELF.findall(line) if is_fake(module._buffers.get(name)))

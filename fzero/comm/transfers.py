@@ -84,14 +84,23 @@ class Messages:
         return Pending([run(moved(as_it_lies(tensors[0])), op.peer, op.tag)])
 
 
-# of NCCL (torch's ProcessGroupNCCL): it moves and adds these; complex numbers are added as pairs
-KNOWN = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
-KNOWN |= {torch.float64}
+# what NCCL moves and adds (torch's ProcessGroupNCCL); complex numbers are added as pairs
+NCCL_DTYPES = {
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+}
+NCCL_DTYPES |= {torch.float64}
 
 
 def moved(flat: torch.Tensor) -> torch.Tensor:
     """A view of a 1-D tensor that is only moved: as bytes, where a library may not know the dtype."""
-    return flat if flat.dtype in KNOWN else flat_bytes(flat)
+    return flat if flat.dtype in NCCL_DTYPES else flat_bytes(flat)
 
 
 def added(tensor: torch.Tensor) -> torch.Tensor:

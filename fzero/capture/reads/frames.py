@@ -28,14 +28,14 @@ USER, LIBRARY, OTHER = "user", "library", "other"
 
 _STDLIB = tuple({os.path.dirname(os.__file__) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep})
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_TORCH, OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
+TORCH, OURS = torch.__path__[0] + os.sep, os.path.dirname(tree.__file__) + os.sep
 # what torch and fzero are built on, and libraries share: sympy shuffles the questions that it asks itself
 _BENEATH = tuple(
     os.path.dirname(spec.origin) + os.sep
     for spec in map(importlib.util.find_spec, ("optree", "sympy"))
     if spec is not None and spec.origin is not None
 )
-_LAYERS = os.path.join(_TORCH, "nn") + os.sep
+_LAYERS = os.path.join(TORCH, "nn") + os.sep
 
 
 @cache
@@ -46,7 +46,7 @@ def kind_of(filename: str) -> str:
         return USER
     if filename.startswith((OURS, "<")):
         return OTHER
-    if filename.startswith(_TORCH):
+    if filename.startswith(TORCH):
         return LIBRARY if filename.startswith(_LAYERS) else OTHER
     if filename.startswith(_BENEATH):
         return OTHER

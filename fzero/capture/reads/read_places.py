@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fzero.capture.reads.frames import LIBRARY, kind_of
+from fzero.capture.reads.frames import LIBRARY, TORCH, kind_of
 from fzero.capture.reads.module_parts import ModuleParts
 from fzero.capture.reads.worth import DESCRIPTORS, MISSING, WRAPPERS, Worth, is_fixed, is_traced, same
 
@@ -218,11 +218,8 @@ def got(owner: Any, key: Any) -> tuple[list[Spot], Any]:
 def by_library(owner: Any, method: str) -> bool:
     """Whether a method of an object, as a configuration's, is written in an installed library that is not torch."""
     fn = of_class(type(owner), method)
-    return (
-        isinstance(fn, types.FunctionType)
-        and kind_of(fn.__code__.co_filename) == LIBRARY
-        and fn.__module__[:6] != "torch."
-    )
+    name = fn.__code__.co_filename if isinstance(fn, types.FunctionType) else ""
+    return kind_of(name) == LIBRARY and not name.startswith(TORCH)
 
 
 def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
