@@ -1,9 +1,13 @@
 """fzero: a training step as a pure function, compiled into an explicit, verified ZeRO schedule. See README.md."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from fzero import checkpoint, data, hardware, optim, random, sparse
+if sys.platform == "win32":
+    raise ImportError("fzero runs on Linux and macOS. On Windows install it, and PyTorch, in WSL: its Linux is one")
+
+from fzero import checkpoint, data, hardware, optim, random, sparse, tree
 from fzero._version import __version__ as __version__
 from fzero.api import evaluate, init, step
 from fzero.capture.joint import Mean
@@ -148,7 +152,14 @@ _LATER = {  # imported when they are asked for
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(_LATER[name])
-    raise AttributeError(f"module 'fzero' has no attribute {name!r}")
+    raise AttributeError(f"module 'fzero' has no attribute {name!r}{_remedy(name)}")
+
+
+def _remedy(name: str) -> str:
+    """Where a name is that somebody looked for here: optimizers, datasets and draws are in modules of their own."""
+    places = [place.__name__ for place in (optim, data, sparse, random, checkpoint, hardware) if name in dir(place)]
+    told = f" It is {places[0]}.{name}" if places and name[0] != "_" else tree.suggest(name, __all__)
+    return f".{told}" if told else ""
 
 
 def __dir__() -> list[str]:

@@ -43,3 +43,5 @@ class RunOptions:
         real = self.device is None or backend.has_memory(self.device)
         needed = "a device with memory, as 'cuda' or 'cpu'. To plan without memory give fzero.lower meta tensors"
         needs(real, "device", self.device, needed)
+        runs = self.device is None or backend.of(self.device) is not backend.UNKNOWN
+        needs(runs, "device", self.device, f"a kind of device that fzero runs on: {' or '.join(backend.BACKENDS)}")

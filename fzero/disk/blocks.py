@@ -30,6 +30,7 @@ REQUEST = 1 << 20  # bytes of small pages that a request to a disk takes at most
 IDLE = 8  # calls in a row that moved nothing, after which a block has failed
 PAUSE_SECONDS = 0.001  # after the first of them; twice as long after each further one
 
+_data_sync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 _scratch = threading.local()  # of each thread: what it needed so far
 
 
@@ -114,7 +115,7 @@ def _move(kind: str, file: OpenFile, offset: int, data: Bytes, call: Callable[..
 
 def _sync(file: OpenFile, offset: int, nbytes: int) -> None:
     try:
-        file.disk.run("sync", file.folder, partial(os.fdatasync, file.fd))
+        file.disk.run("sync", file.folder, partial(_data_sync, file.fd))
     except OSError as error:
         raise _failed("sync", file, offset, nbytes, advised(error), error.errno) from error
 

@@ -79,7 +79,7 @@ class Disk:
         def call() -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(fd)
+                on_disk(fd)
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems whose directories need none
                     raise
@@ -240,7 +240,7 @@ class File:
 
     def sync(self) -> None:
         """Syncs the file: the written bytes are on the disk when this returns."""
-        self.disk.do("sync", self.path, lambda: os.fsync(self.fd))
+        self.disk.do("sync", self.path, lambda: on_disk(self.fd))
 
     def __enter__(self) -> File:
         return self
@@ -251,6 +251,17 @@ class File:
             os.close(fd)
         else:
             self.disk.do("close", self.path, lambda: os.close(fd))
+
+
+def on_disk(fd: int) -> None:
+    """Waits until what was written to an open file or directory lies on the disk. macOS's fsync waits for the drive to
+    have it, which may then lose it with the power; what waits for more is F_FULLFSYNC, where the file system has it.
+    """
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(fd)
 
 
 def _open(path: Path) -> int:

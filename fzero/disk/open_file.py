@@ -146,7 +146,7 @@ def _direct(fd: int) -> tuple[Direct, str]:
     if said is not None and said.offset > UNIT:
         return Direct(), f"direct I/O there wants ranges of {said.offset:,} bytes, and they are of {UNIT:,}"
     if not direct.turn_on(fd):
-        return Direct(), "the file system refuses O_DIRECT"
+        return Direct(), f"{'the file system refuses' if hasattr(os, 'O_DIRECT') else 'this system has no'} O_DIRECT"
     if said is not None:
         return said, ""
     page = memoryview(direct.aligned(UNIT).numpy())  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
@@ -35,6 +36,7 @@ class AdadeltaState(NamedTuple):
     mean: PyTree
 
 
+@named
 def adadelta(
     learning_rate: float | Tensor | Schedule = 1.0,
     rho: float = 0.9,

@@ -28,6 +28,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree, _delta, sum_squares
 
@@ -47,6 +48,7 @@ nu=[None, tensor([0.])])
     nu: PyTree
 
 
+@named
 def adafactor(
     learning_rate: float | Tensor | Schedule = 1e-2,
     beta2_decay: float = -0.8,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
@@ -31,6 +32,7 @@ class AdagradState(NamedTuple):
     sum: PyTree
 
 
+@named
 def adagrad(
     learning_rate: float | Tensor | Schedule,
     lr_decay: float = 0.0,

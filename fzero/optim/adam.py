@@ -26,6 +26,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check, _moments, _ops
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_betas, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
 
@@ -46,6 +47,7 @@ class AdamState(NamedTuple):
     nu: PyTree
 
 
+@named
 def adam(
     learning_rate: float | Tensor | Schedule,
     betas: Betas = (0.9, 0.999),
@@ -78,6 +80,7 @@ def adam(
     return _adam("adam", learning_rate, betas, eps, weight_decay, moments, None, **chosen)
 
 
+@named
 def adamw(
     learning_rate: float | Tensor | Schedule,
     betas: Betas = (0.9, 0.999),

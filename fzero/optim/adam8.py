@@ -17,6 +17,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import TreeError
 from fzero.optim import _adam8, _check, _moments, _ops
+from fzero.optim._named import named
 from fzero.optim.adam import shrunk
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
@@ -42,6 +43,7 @@ class Adam8State(NamedTuple):
     nu: Blocks
 
 
+@named
 def adamw8bit(
     learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.transform import GradientTransformation, PyTree, apply_updates
 
 
@@ -30,6 +31,7 @@ class EmaState(NamedTuple):
     average: PyTree
 
 
+@named
 def ema(decay: float, debias: bool = True) -> GradientTransformation:
     """Replaces updates by their moving average; `debias` divides it by `1 - decay^t`. dtypes are kept.
 
@@ -71,6 +73,7 @@ class EmaParamsState(NamedTuple):
     inner: PyTree
 
 
+@named
 def ema_params(tx: GradientTransformation, decay: float) -> GradientTransformation:
     """Returns `tx` with a moving average of the parameters in its state, `opt_state.average`; updates are `tx`'s.
 

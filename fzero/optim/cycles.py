@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.errors import SpecError
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, half_cosine
 
 
@@ -28,6 +29,7 @@ class OneCycle(NamedTuple):
     momentum: Schedule
 
 
+@named
 def one_cycle(
     max_lr: float,
     total_steps: int,
@@ -74,6 +76,7 @@ def one_cycle(
     return OneCycle(_phases(rates, ends, cosine), _phases(momenta, ends, cosine))
 
 
+@named
 def triangle(low: float, peak: float, rise: int, fall: int, stairs: tuple[int, int] = (0, 0)) -> Schedule:
     """From `low` at count 0 to `peak` at count `rise`, back to `low` at count `rise + fall`, and `low` from there on.
 
@@ -101,6 +104,7 @@ def triangle(low: float, peak: float, rise: int, fall: int, stairs: tuple[int, i
     return schedule
 
 
+@named
 def inverse_time(peak: float, steps: int, rate: float) -> Schedule:
     """`peak / (1 + rate * count / steps)`. peak: the first value. steps, rate: of the decay. Raises `SpecError` for a
     negative value and `steps < 1`.
@@ -114,6 +118,7 @@ def inverse_time(peak: float, steps: int, rate: float) -> Schedule:
     return lambda count: peak / (1 + rate * count.to(torch.float64) / steps)
 
 
+@named
 def linear_growth(start: float, steps: int, rate: float, staircase: bool = False) -> Schedule:
     """`start * (1 + rate * count / steps)`, without an end; with `staircase` it grows every `steps` at once.
 

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check, _ops
+from fzero.optim._named import named
 from fzero.optim.adam import AdamState, adamw
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import FED, WHOLE, GradientTransformation, PyTree
 from fzero.phases import Phases
 
 
+@named
 def freeze_nu(
     learning_rate: float | Tensor | Schedule,
     after: int,

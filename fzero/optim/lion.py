@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check, _moments
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, selected
 
@@ -32,6 +33,7 @@ class LionState(NamedTuple):
     mu: PyTree
 
 
+@named
 def lion(
     learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.99),

@@ -26,6 +26,7 @@ from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check, _moments, _ops
 from fzero.optim._matrix import orthogonalize
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, Mask, PyTree, _with_holes, selected
 
@@ -49,6 +50,7 @@ class MuonState(NamedTuple):
     others: PyTree
 
 
+@named
 def muon(
     learning_rate: float | Tensor | Schedule,
     weight_decay: float | Tensor = 0.1,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim._two_moments import moved, zeros
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree
@@ -39,6 +40,7 @@ class NadamState(NamedTuple):
     nu: PyTree
 
 
+@named
 def nadam(
     learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),

@@ -26,6 +26,7 @@ from fzero import tree
 from fzero.error_feedback import CodedError, coded_error, coded_mean
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.adam import AdamState, adamw
 from fzero.optim.frozen import FrozenStep
 from fzero.optim.schedules import Schedule, as_schedule
@@ -44,6 +45,7 @@ class OnebitAdamState(NamedTuple):
     error: CodedError
 
 
+@named
 def onebit_adam(
     learning_rate: float | Tensor | Schedule,
     warmup_steps: int,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim._two_moments import moved, zeros
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree
@@ -38,6 +39,7 @@ class RadamState(NamedTuple):
     nu: PyTree
 
 
+@named
 def radam(
     learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),

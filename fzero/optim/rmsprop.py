@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree, plus_scaled
 
@@ -38,6 +39,7 @@ class RmspropState(NamedTuple):
     momentum: PyTree | None
 
 
+@named
 def rmsprop(
     learning_rate: float | Tensor | Schedule,
     alpha: float = 0.99,

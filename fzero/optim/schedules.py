@@ -27,7 +27,7 @@ moments only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,10 +36,12 @@ from torch import Tensor
 from fzero._torch_compat import DataDependentOutputException
 from fzero.errors import SpecError
 from fzero.optim import _check
+from fzero.optim._named import named
 
 Schedule: TypeAlias = Callable[[Tensor], Tensor]
 
 
+@named
 def constant(value: float) -> Schedule:
     """Always the same. value: at least 0.
 
@@ -50,6 +52,7 @@ def constant(value: float) -> Schedule:
     return lambda count: torch.full((), value, dtype=torch.float64, device=count.device)
 
 
+@named
 def linear_warmup(peak: float, steps: int) -> Schedule:
     """From 0 at count 0 to `peak` at count `steps`, and `peak` from there on. With `steps=0` it is `constant(peak)`.
 
@@ -65,6 +68,7 @@ def linear_warmup(peak: float, steps: int) -> Schedule:
     return lambda count: peak * _progress(count + (steps == 0), max(steps, 1))
 
 
+@named
 def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `peak` at count 0 to `end` at count `steps` (at least 1), and `end` from there on.
 
@@ -81,6 +85,7 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Schedule:
     return lambda count: half_cosine(peak, end, _progress(count, steps))
 
 
+@named
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
     """`linear_warmup(peak, warmup_steps)`, then half a cosine that reaches `end` at count `total_steps`.
 
@@ -109,6 +114,7 @@ def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float =
     return schedule
 
 
+@named
 def warmup(low: float, peak: float, steps: int, kind: str = "linear") -> Schedule:
     """From `low` at count 0 to `peak`, and `peak` from there on. `kind` "linear" is there at count `steps`.
 
@@ -133,6 +139,7 @@ def warmup(low: float, peak: float, steps: int, kind: str = "linear") -> Schedul
     return lambda count: low + (peak - low) * torch.clamp(torch.log(count.to(torch.float64) + 1) / whole, max=1.0)
 
 
+@named
 def polynomial(peak: float, steps: int, end: float = 0.0, power: float = 1.0) -> Schedule:
     """From `peak` at count 0 to `end` at count `steps`, as `(1 - count / steps) ** power`, and `end` from there on.
 
@@ -148,6 +155,7 @@ def polynomial(peak: float, steps: int, end: float = 0.0, power: float = 1.0) ->
     return lambda count: end + (peak - end) * (1 - _progress(count, steps)) ** power
 
 
+@named
 def exponential(peak: float, steps: int, rate: float, staircase: bool = False, end: float | None = None) -> Schedule:
     """`peak * rate ** (count / steps)`: multiplied by `rate` every `steps`; with `staircase` all at once.
 
@@ -174,6 +182,7 @@ def exponential(peak: float, steps: int, rate: float, staircase: bool = False, e
     return schedule
 
 
+@named
 def piecewise(value: float, factors: Mapping[int, float]) -> Schedule:
     """`value`, multiplied by each factor from its boundary on: `{30_000: 0.1, 60_000: 0.1}` divides twice by ten.
 
@@ -281,7 +290,9 @@ def as_schedule(where: str, learning_rate: float | Tensor | Schedule, name: str 
 count, or the value would be baked into the compiled step
     """
     if not callable(learning_rate):
-        value = _check.hyper(f"{where}: {name}", learning_rate)
+        trees = isinstance(learning_rate, Iterable) and not isinstance(learning_rate, str)
+        fix = "parameters are given to fzero.init" if trees else ""
+        value = _check.hyper(f"{where}: {name}", learning_rate, fix=fix)
         return constant(value) if isinstance(value, float) else lambda count: value.to(torch.float64)
 
     def schedule(count: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import FED, GradientTransformation, PyTree, plus_scaled
 
@@ -34,6 +35,7 @@ class SgdState(NamedTuple):
     momentum: PyTree | None
 
 
+@named
 def sgd(
     learning_rate: float | Tensor | Schedule,
     momentum: float | Schedule = 0.0,

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from fzero import tree
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import FED, GradientTransformation, Mask, PyTree, plus_scaled, selected
 
 
+@named
 def clip_by_value(limit: float | Tensor) -> GradientTransformation:
     """Limits every element to `[-limit, limit]`. dtypes are kept, and a NaN stays a NaN. limit: above 0.
 
@@ -36,6 +38,7 @@ def clip_by_value(limit: float | Tensor) -> GradientTransformation:
     return GradientTransformation(lambda params: (), update)
 
 
+@named
 def add_decayed_weights(weight_decay: float | Tensor, mask: Mask | None = None) -> GradientTransformation:
     """`g + weight_decay * p` for the leaves that `mask` selects (all by default), in any form that `masked` takes.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError
 from fzero.optim import _check
+from fzero.optim._named import named
 from fzero.optim.adam import AdamState
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.simple import add_decayed_weights, scale_by_schedule, trace
@@ -69,6 +70,7 @@ def scale_by_trust_ratio(
     return GradientTransformation(lambda params: (), update)
 
 
+@named
 def lamb(
     learning_rate: float | Tensor | Schedule,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -97,6 +99,7 @@ def lamb(
     )
 
 
+@named
 def lars(
     learning_rate: float | Tensor | Schedule,
     momentum: float = 0.9,

@@ -89,10 +89,17 @@ def _meminfo() -> dict[str, int]:
 
 def memory_bytes() -> int:
     """Of this machine, or of its container. Raises FzeroError where the system does not say."""
-    known = [size for size in (_meminfo().get("MemTotal"), _cgroup_limit()) if size]
+    known = [size for size in (_meminfo().get("MemTotal") or _pages(), _cgroup_limit()) if size]
     if not known:
         raise FzeroError("this system does not say how much memory it has: write the file by hand (docs/choosing.md)")
     return min(known)
+
+
+def _pages() -> int:
+    """Of this machine, where no /proc tells it, as on macOS. 0 where nothing does."""
+    with contextlib.suppress(OSError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _affinity() -> list[int]:

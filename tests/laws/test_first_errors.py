@@ -42,6 +42,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dataclass": (lambda: stepped(batch=Rows(X)), fzero.TreeError, "Give vars(x), a dict of its fields, or make the"),
     "lr": (lambda: stepped(lr=0.1), fzero.SpecError, "Spec has no field 'lr'. It is the optimizer's: Spec(optimizer="),
     "part": (lambda: stepped().params["w"].sum(), AttributeError, "state['params/w'] lies in parts over ranks and has"),
+    "an optimizer's name": (lambda: fzero.adamw(0.1), AttributeError, "no attribute 'adamw'. It is fzero.optim.adamw"),
+    "a misspelt name": (lambda: fzero.stepp, AttributeError, "no attribute 'stepp'. Did you mean 'step'?"),
     "no attribute": (lambda: stepped().params["w"].sums, AttributeError, "has no attribute 'sums'"),
     "metrics": (lambda: fzero.init(W, fzero.Spec(loss=square, optimizer=optim.sgd(0.1))).metrics["loss"], KeyError,
                 "metrics are those of a step, and none was made: state = fzero.step(state, batch) first"),

@@ -54,6 +54,7 @@ def test_a_group_has_what_the_spec_was_given() -> None:
             r"Spec\(device='meta'\): needed a device with memory.*fzero.lower meta tensors",
         ),
         (RunOptions, {"device": "cda"}, r"Spec\(device='cda'\): needed a device's name"),
+        (RunOptions, {"device": "mps"}, r"Spec\(device='mps'\): needed a kind of device that .* runs on: cpu or cuda"),
     ],
 )
 def test_a_group_checks_itself(group: Any, given: dict[str, Any], message: str) -> None:

@@ -1,5 +1,7 @@
 """What fzero.optim refuses: each error says what was given, what was needed and the smallest fix."""
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -240,3 +242,56 @@ def test_adam_refuses_to_be_differentiated() -> None:
         tx.update({"w": torch.ones(2)}, tx.init(params), params)
     with torch.no_grad():
         tx.update({"w": torch.ones(2)}, tx.init(params), params)
+
+
+TORCHS = {  # of the same algorithm in torch
+    "adadelta": "Adadelta", "adafactor": "Adafactor", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW",
+    "muon": "Muon", "nadam": "NAdam", "radam": "RAdam", "rmsprop": "RMSprop", "sgd": "SGD",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_arguments_are_taken_or_answered(name: str) -> None:
+    """Whatever name torch has for an argument: it is the same here, or the error says what to do instead."""
+    make = getattr(optim, name)
+    here = inspect.signature(make).parameters
+    for other in inspect.signature(getattr(torch.optim, TORCHS[name])).parameters:
+        if other not in here:
+            with pytest.raises(
+                TypeError, match=rf"^{name} has no argument '{other}'(: here it is (\w+)=|\. [A-Z])"
+            ) as e:
+                make(**{other: 1})
+            assert "It has" not in str(e.value), other
+            if named := re.search(r"here it is (\w+)=", str(e.value)):
+                assert named[1] in here
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "message"),
+    [
+        (optim.adamw, {"lr": 3e-4}, r"adamw has no argument 'lr': here it is learning_rate="),
+        (optim.adam, {"b1": 0.9}, r"adam has no argument 'b1': here it is betas=\(first, second\)"),
+        (optim.sgd, {"beta": 0.9}, r"here it is momentum="),
+        (optim.cosine, {"T_max": 10}, r"here it is steps="),
+        (optim.warmup_cosine, {"num_training_steps": 10}, r"here it is total_steps="),
+        (optim.warmup_cosine, {"decay_steps": 10}, r"here it is total_steps="),
+        (optim.adamw, {"fused": True}, r"adamw has no argument 'fused'. Leave it out"),
+        (optim.adamw, {"max_grad_norm": 1.0}, r"It is Spec\(clip_norm=...\)"),
+        (
+            optim.adamw,
+            {"weight_decoy": 1.0},
+            r"'weight_decoy'. Did you mean 'weight_decay'\? It has learning_rate, betas",
+        ),
+    ],
+)
+def test_arguments_of_other_names(make: Callable[..., Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make(**given)
+
+
+def test_parameters_are_not_given_to_an_optimizer() -> None:
+    for params in ([torch.ones(2)], iter([torch.ones(2)]), {"w": torch.ones(2)}):
+        with pytest.raises(SpecError, match=r"must be a Python number: parameters are given to fzero.init"):
+            optim.adamw(params)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"must be a Python number$"):
+        optim.adamw("0.1")  # type: ignore[arg-type]
