@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fzero._torch_compat import real_tensors, unrecorded
+from fzero.capture.beside_uses import beside_uses
 from fzero.capture.cast_first import cast_first
 from fzero.capture.context import current
 from fzero.capture.graph import Region, Roles
@@ -52,20 +53,20 @@ def add_region(
     for node in fx_nodes.placeholders(gm.graph)[len(parts) :]:
         node.meta["val"] = fake_like(tracing.mode, node.meta["val"])
     segments.normalised(gm)
-    cuts = (*(False for _ in leaves), *sliced)
+    cuts = (*(False for _ in leaves), *sliced, *(False for _ in extra))
+    holders = fx_nodes.placeholders(gm.graph)
     with unrecorded():
-        cast_first(gm, [x for x, cut in zip(fx_nodes.placeholders(gm.graph), cuts, strict=False) if not cut])
+        cast_first(gm, [x for x, cut in zip(holders, cuts, strict=True) if not cut])
+    beside_uses(gm, [*holders[: len(leaves)], *holders[len(parts) :]])
     if microbatches > 1:
-        holders = fx_nodes.placeholders(gm.graph)[len(leaves) :]
         with unrecorded():
-            as_strided.aligned(gm, [holder for holder, cut in zip(holders, sliced, strict=False) if cut])
+            as_strided.aligned(gm, [holder for holder, cut in zip(holders, cuts, strict=True) if cut])
     _finish_early(gm)
     values = tuple(node.meta["val"] for node in fx_nodes.outputs(gm.graph))
-    flags = (*(False for _ in leaves), *sliced, *(False for _ in extra))
     index = len(tracing.regions)
     of = roles()
     tracing.regions.append(
-        Region(gm, values, of.grad_of, of.summed, of.wire, sliced=flags, microbatches=microbatches, source=user_line())
+        Region(gm, values, of.grad_of, of.summed, of.wire, sliced=cuts, microbatches=microbatches, source=user_line())
     )
     return REGION([*inputs, *extra], index)
 
