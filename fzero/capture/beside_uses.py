@@ -13,7 +13,7 @@ What the forward makes of parameters by few ops, and the backward reads, is made
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import fx
@@ -28,6 +28,7 @@ FEW = 4  # by at most so many ops
 def beside_uses(gm: fx.GraphModule, inputs: Collection[fx.Node]) -> None:
     """Moves what is made of these placeholders alone. In place. inputs: the parameters, and constants."""
     held, spread, made = _of_inputs(gm.graph.nodes, inputs)
+    made = {node for node in made if node.users and fx_nodes.output(gm.graph) not in node.users}
     if not made:
         return
     made |= _again(gm.graph, made)
@@ -54,13 +55,17 @@ def _of_inputs(
     held, spread, made = set(inputs), set[fx.Node](), set[fx.Node]()
     for node in nodes:
         value, sources = node.meta.get("val"), node.all_input_nodes
-        if not fx_nodes.is_compute(node) or not isinstance(value, torch.Tensor) or fx_nodes.mutated(node):
+        if getattr(node.target, "namespace", "") != "aten" or not isinstance(value, torch.Tensor):
+            continue  # of fzero's own ops some are placed by passes
+        if fx_nodes.mutated(node):
             continue
         own = [source for source in sources if source in held or source in made]
         numbers = all(source in spread or _is_number(source) for source in sources if source not in own)
         if own and (fx_nodes.is_view(node) or is_cast(node)):
             (held if own[0] in held else made).add(node)
-        elif own and (numbers and fx_nodes.is_pointwise(node) if value.dim() else own == sources):
+        elif own and not value.dim():
+            made |= {node} if own == sources else set()
+        elif own and numbers and fx_nodes.is_pointwise(node) and value.numel() <= max(_numel(x) for x in own):
             made.add(node)
         elif value.dim() and sources and numbers and (fx_nodes.is_view(node) or fx_nodes.is_pointwise(node)):
             spread.add(node)
@@ -99,9 +104,9 @@ def _chain(node: fx.Node, made: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _goals(
-    place: Mapping[fx.Node, int], inputs: Collection[fx.Node], held: Collection[fx.Node], made: Collection[fx.Node]
+    place: dict[fx.Node, int], inputs: Collection[fx.Node], held: Collection[fx.Node], made: Collection[fx.Node]
 ) -> dict[fx.Node, int]:
-    """The place of the node, among those that stay, before which each goes; none for what nothing but the end reads."""
+    """The place of the node, among those that stay, before which each goes."""
     first: dict[tuple[fx.Node, str | None], int] = {}  # use of an input in a phase, by what stays
     for node in reversed(place):
         if fx_nodes.is_compute(node) and node not in made and node not in held:
@@ -117,16 +122,13 @@ def _goals(
             after[node] = max(after[node], -1 if source in inputs else after.get(source, place[source]))
     goal: dict[fx.Node, int] = {}
     for node in (node for node in reversed(place) if node in made):
-        ends = any(user.op == "output" or (user in made and user not in goal) for user in node.users)
-        if ends or not node.users:
-            continue
         goal[node] = min(goal.get(user, place[user]) for user in node.users)
         if not node.meta["val"].dim() and any(source.meta["val"].dim() for source in node.all_input_nodes):
             uses = [first.get((root, _phase(node)), -1) for root in roots[node]]
             goal[node] = min([goal[node], *(use for use in uses if use > after[node])])
     for node in (node for node in place if node in goal and not node.meta["val"].dim()):
         sources = node.all_input_nodes  # of one phase, so that the next one makes the number where it reads it
-        early = all(s in goal and s.meta["val"].dim() == 0 and _phase(s) == _phase(node) for s in sources)
+        early = all(s in goal and not s.meta["val"].dim() and _phase(s) == _phase(node) for s in sources)
         goal[node] = max(goal[s] for s in sources) if early else goal[node]
     return goal
 
@@ -139,6 +141,11 @@ def _root(node: fx.Node) -> fx.Node:
 def _phase(node: fx.Node) -> str | None:
     """None in the forward."""
     return node.meta.get("phase")
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _is_number(node: fx.Node) -> bool:
