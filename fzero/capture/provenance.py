@@ -42,6 +42,17 @@ def is_users_line(frame: types.FrameType) -> bool:
     return is_users(name) or (name == "<string>" and not frame.f_globals.get("__file__"))
 
 
+def short_name(filename: str) -> str:
+    """A file as messages name it, by its last part; in a notebook the cell, as IPython's tracebacks do: `In[3]`.
+
+    >>> short_name("/home/me/train.py")
+    'train.py'
+    """
+    ask = getattr(sys.modules.get("IPython.core.getipython"), "get_ipython", None)
+    cell = getattr(getattr(ask() if ask else None, "compile", None), "format_code_name", lambda name: None)(filename)
+    return str(cell[1]) if cell else filename.rsplit("/", 1)[-1]
+
+
 def user_line(frame: types.FrameType | None = None, *, within: str | None = None) -> str:
     """`file.py:12` of the innermost caller outside torch, fzero, optree and Python's decorators.
 
@@ -54,7 +65,7 @@ def user_line(frame: types.FrameType | None = None, *, within: str | None = None
         frame = None if frame.f_code.co_filename == within else frame.f_back
     if frame is None:
         return ""
-    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+    return f"{short_name(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def defined_at(fn: Callable[..., Any]) -> str:
@@ -63,7 +74,7 @@ def defined_at(fn: Callable[..., Any]) -> str:
         fn = fn.func
     code = getattr(inspect.unwrap(fn), "__code__", None) or getattr(type(fn).__call__, "__code__", None)
     name = getattr(fn, "__name__", type(fn).__name__)
-    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else name
+    return f"{name} ({short_name(code.co_filename)}:{code.co_firstlineno})" if code else name
 
 
 def check_call(fn: Callable[..., Any], takes: str, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from fzero._torch_compat import (
 )
 from fzero.capture.ambient_rng import no_dropout
 from fzero.capture.context import Tracing
-from fzero.capture.provenance import describe, is_users_line, name_of, user_line
+from fzero.capture.provenance import describe, is_users_line, name_of, short_name, user_line
 from fzero.capture.remedies import (
     BUFFER,
     FUNCTIONS,
@@ -326,7 +326,7 @@ def _frames(error: Exception, *, layers: bool = True) -> tuple[tuple[str, str], 
             if layers or not package.startswith("torch/"):
                 library = f"{package}:{line} in {code.co_name}", text
         elif is_users_line(trace_back.tb_frame):
-            users, library = (f"{code.co_filename.rsplit('/', 1)[-1]}:{line}", text), None
+            users, library = (f"{short_name(code.co_filename)}:{line}", text), None
         trace_back = trace_back.tb_next
     return users, library
 

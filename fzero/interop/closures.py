@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fzero.capture.provenance import short_name
+
 Bound = types.FunctionType | weakref.ref[Any]
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 # what makes, copies or pickles a module, and no call of it runs
@@ -149,7 +151,7 @@ def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
 def _seen_by(fn: types.FunctionType, path: str) -> Iterator[tuple[Any, str]]:
     """The objects that a function refers to beside its arguments: cells, defaults, and those globals that are modules
     or tensors."""
-    where = f"{path} ({fn.__code__.co_filename.rsplit('/', 1)[-1]}:{fn.__code__.co_firstlineno})"
+    where = f"{path} ({short_name(fn.__code__.co_filename)}:{fn.__code__.co_firstlineno})"
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         if _filled(cell):
             yield cell.cell_contents, f"{where} by closure over {name!r}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import cases
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 import fzero
+from fzero.capture import provenance
 
 ROOT = Path(__file__).parents[2]
 TOUR = ROOT / "examples" / "tour.ipynb"
@@ -31,6 +35,22 @@ def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [data["text/html"] for data in shown if "text/html" in data]
     assert len(tables) == 3
     assert all("<table>" in table for table in tables)
+
+
+def test_a_cell_is_named_as_ipython_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is a number under /tmp, or none."""
+    compilers = [pytest.importorskip("ipykernel.compiler").XCachingCompiler()]
+    compilers += [pytest.importorskip("IPython.core.compilerop").CachingCompiler()]
+    for compiler in compilers:
+        text = "def loss(params, batch):\n    return (batch @ params['w'][:2]).sum()\n"
+        space: dict[str, Any] = {}
+        exec(compile(text, compiler.cache(text, 7), "exec"), space)
+        shell = SimpleNamespace(compile=compiler)
+        monkeypatch.setitem(sys.modules, "IPython.core.getipython", SimpleNamespace(get_ipython=lambda s=shell: s))
+        state = fzero.init({"w": torch.ones(3, 2)}, fzero.Spec(loss=space["loss"], optimizer=fzero.optim.sgd(0.1)))
+        with pytest.raises(RuntimeError, match=r"^In\[7\]:2: aten.mm.default of"):
+            fzero.step(state, torch.ones(4, 3))
+        assert provenance.defined_at(space["loss"]) == "loss (In[7]:1)"
 
 
 def test_the_tour_is_kept_without_outputs() -> None:

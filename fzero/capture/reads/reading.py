@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fzero.capture.provenance import defined_at
+from fzero.capture.provenance import defined_at, short_name
 from fzero.capture.reads import host_draws, moving, read_places, worth
 from fzero.capture.reads.bytecode import RETURNED, TESTED, TRUTH, lines_of
 from fzero.capture.reads.cells import StandIn
@@ -277,7 +277,7 @@ def _class_of(owner: Any) -> type:
 
 def _where(frame: types.FrameType, number: int | None = None) -> str:
     code, line = frame.f_code, number or frame.f_lineno
-    return f"{code.co_qualname.rpartition('<locals>.')[2]} ({code.co_filename.rsplit('/', 1)[-1]}:{line})"
+    return f"{code.co_qualname.rpartition('<locals>.')[2]} ({short_name(code.co_filename)}:{line})"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,6 @@ import decimal
 import enum
 import fractions
 import functools
-import os
 import pathlib
 import re
 import reprlib
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from fzero._torch_compat import is_fake
-from fzero.capture.provenance import defined_at, describe
+from fzero.capture.provenance import defined_at, describe, short_name
 
 
 class _Missing(enum.Enum):
@@ -131,7 +130,7 @@ def shown(value: Any) -> str:
         return defined_at(value)
     if isinstance(value, types.CodeType):
         name = value.co_qualname.rpartition("<locals>.")[2]
-        return f"{name} ({os.path.basename(value.co_filename)}:{value.co_firstlineno})"
+        return f"{name} ({short_name(value.co_filename)}:{value.co_firstlineno})"
     if isinstance(value, nn.Module):
         return type(value).__name__
     return " ".join(reprlib.repr(value).split())  # of some configurations it has lines
