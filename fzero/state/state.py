@@ -243,13 +243,21 @@ class State:
     runtime: Home = field(repr=False)
     life: Life = field(repr=False)
 
+    def __repr__(self) -> str:
+        """One line, as a model has hundreds of leaves: `state.tree` shows them."""
+        return f"State({self._summary()})"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the leaves. Nothing is gathered, and no rank is waited for."""
-        leaves = [leaf for leaf in tree.flatten(self.tree)[1] if isinstance(leaf, ShardedTensor)]
-        rows = [(x.path, list(x.shape), str(x.dtype).removeprefix("torch."), x.placement) for x in leaves]
-        ended = f" ({self.life.ended})" if self.life.ended else ""
-        title = f"state after {self.step:,} steps{ended}: {len(leaves):,} leaves, mesh {self.runtime.plan.mesh}"
-        return html_table(title, ["leaf", "shape", "dtype", "placement"], rows)
+        rows = [(x.path, list(x.shape), str(x.dtype).removeprefix("torch."), x.placement) for x in self._leaves()]
+        return html_table(f"state {self._summary()}", ["leaf", "shape", "dtype", "placement"], rows)
+
+    def _summary(self) -> str:
+        ended = f", which {self.life.ended}" if self.life.ended else ""
+        return f"after {self.step:,} step{'s' * (self.step != 1)}: {len(self._leaves()):,} leaves, mesh {self.runtime.plan.mesh}{ended}"
+
+    def _leaves(self) -> list[ShardedTensor]:
+        return [leaf for leaf in tree.flatten(self.tree)[1] if isinstance(leaf, ShardedTensor)]
 
     def check_leaves(self) -> None:
         """Raises TreeError if the leaves of `tree` are not the state's own: no step would see what was put there."""
