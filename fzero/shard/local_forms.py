@@ -6,6 +6,7 @@ communicates. A sharded dim lies on the ranks in order, so rank r holds the elem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -90,6 +91,99 @@ def log_softmax_backward(
     """The own part of the gradient of log_softmax over a sharded dim."""
     total = comm.all_reduce(grad.sum(dim, keepdim=True), "sum")
     return (grad - output.exp() * total).to(input_dtype)
+
+
+def logsumexp(
+    comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: list[int], keepdim: bool = False
+) -> Tensor:
+    """logsumexp over dims of which one is sharded; 16-bit types are summed in float32."""
+    wide = x.float() if x.element_size() < 4 else x
+    most = comm.all_reduce(wide.amax(dim, keepdim=True), "max")
+    most = most.masked_fill(most.isinf(), 0)
+    total = comm.all_reduce((wide - most).exp().sum(dim, keepdim=True), "sum").log() + most
+    return (total if keepdim else total.squeeze(dim)).to(x.dtype)
+
+
+def vector_norm(
+    comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, ord: float = 2, dim: list[int] | None = None,
+    keepdim: bool = False, *, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The norm over dims of which one is sharded; 16-bit types are summed in float32."""
+    wide = torch.promote_types(dtype or x.dtype, torch.float32)
+    own: Tensor = aten.linalg_vector_norm(x, ord, dim, keepdim, dtype=wide)
+    if ord == math.inf:
+        whole = comm.all_reduce(own, "max")
+    elif ord == -math.inf:
+        whole = -comm.all_reduce(-own, "max")
+    else:
+        whole = comm.all_reduce(own if ord in (0, 1) else own**ord, "sum")
+        whole = whole if ord in (0, 1) else whole ** (1 / ord)
+    return whole.to((dtype or x.dtype).to_real())
+
+
+def var(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The variance over dims of which one is sharded."""
+    return var_mean(comm, rank, size, x, *args, **kwargs)[0]
+
+
+def std(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The root of the variance."""
+    return std_mean(comm, rank, size, x, *args, **kwargs)[0]
+
+
+def std_mean(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """The root of the variance, and the mean."""
+    variance, middle = var_mean(comm, rank, size, x, *args, **kwargs)
+    return [variance.sqrt(), middle]
+
+
+def var_mean(
+    comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: list[int] | None = None, *,
+    correction: float | None = None, keepdim: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """The variance over dims of which one is sharded, and the mean; 16-bit types are summed in float32."""
+    dims = list(dim or range(x.dim()))
+    count = size * math.prod(x.shape[d] for d in dims)
+    wide = x.float() if x.element_size() < 4 else x
+    middle = comm.all_reduce(wide.sum(dims, keepdim=True), "sum") / count
+    total = comm.all_reduce((wide - middle).abs().square().sum(dims, keepdim=True), "sum")
+    variance = total / max(count - (1 if correction is None else correction), 0)
+    found = [variance, middle] if keepdim else [variance.squeeze(dims), middle.squeeze(dims)]
+    return [found[0].to(x.dtype.to_real()), found[1].to(x.dtype)]
+
+
+def amin(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The minimum over dims of which one is sharded."""
+    return _mirrored(comm.all_reduce(_mirrored(aten.amin(x, *args, **kwargs)), "max"))
+
+
+def max_dim(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: int, keepdim: bool = False) -> list[Tensor]:
+    """The maximum over a sharded dim, and the first place of it."""
+    own, at = aten.max.dim(x, dim, keepdim)
+    most = comm.all_reduce(own, "max")
+    at = torch.where((own == most) | own.isnan(), at + rank * x.shape[dim], size * x.shape[dim])
+    return [most, -comm.all_reduce(-at, "max")]
+
+
+def min_dim(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: int, keepdim: bool = False) -> list[Tensor]:
+    """The minimum over a sharded dim, and the first place of it."""
+    least, at = max_dim(comm, rank, size, _mirrored(x), dim, keepdim)
+    return [_mirrored(least), at]
+
+
+def argmax(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """The first place of the maximum over a sharded dim."""
+    return max_dim(comm, rank, size, x, dim, keepdim)[1]
+
+
+def argmin(comm: AxisComm, rank: int | Tensor, size: int, x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """The first place of the minimum over a sharded dim."""
+    return min_dim(comm, rank, size, x, dim, keepdim)[1]
+
+
+def _mirrored(x: Tensor) -> Tensor:
+    """Values in the opposite order; twice it is the same."""
+    return -x if x.is_floating_point() else x.bitwise_not()
 
 
 def nll_loss_forward(
@@ -178,6 +272,11 @@ op_info.fill(
         **dict.fromkeys(("aten.index_put", "aten._unsafe_index_put"), (index_put,)),
         "aten._log_softmax": (log_softmax,),
         "aten._log_softmax_backward_data": (log_softmax_backward,),
+        "aten.logsumexp": (logsumexp,),
+        "aten.linalg_vector_norm": (vector_norm,),
+        **{f"aten.{form.__name__}": (form,) for form in (var, std, var_mean, std_mean, amin, argmax, argmin)},
+        "aten.max.dim": (max_dim,),
+        "aten.min.dim": (min_dim,),
         **dict.fromkeys(("aten.nll_loss_forward", "aten.nll_loss2d_forward"), (nll_loss_forward, nll_loss_mean)),
         **dict.fromkeys(("aten.nll_loss_backward", "aten.nll_loss2d_backward"), (nll_loss_backward,)),
         "fzero.uniform": (uniform,),

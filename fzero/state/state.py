@@ -253,8 +253,9 @@ class State:
         return html_table(f"state {self._summary()}", ["leaf", "shape", "dtype", "placement"], rows)
 
     def _summary(self) -> str:
+        steps = f"{self.step:,} step{'s' * (self.step != 1)}"
         ended = f", which {self.life.ended}" if self.life.ended else ""
-        return f"after {self.step:,} step{'s' * (self.step != 1)}: {len(self._leaves()):,} leaves, mesh {self.runtime.plan.mesh}{ended}"
+        return f"after {steps}: {len(self._leaves()):,} leaves, mesh {self.runtime.plan.mesh}{ended}"
 
     def _leaves(self) -> list[ShardedTensor]:
         return [leaf for leaf in tree.flatten(self.tree)[1] if isinstance(leaf, ShardedTensor)]

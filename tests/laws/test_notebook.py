@@ -88,7 +88,9 @@ def test_a_state_shows_its_leaves_on_each_rank_alone_and_after_it_was_donated() 
     assert shown(state) == shown(after)
     assert "donated to fzero.step" in str(well_formed(state._repr_html_()).findtext("./p/b"))
     assert repr(after) == "State(after 1 step: 4 leaves, mesh dp=1)"
-    assert repr(state).startswith("State(after 0 steps: 4 leaves, mesh dp=1, which was donated to fzero.step at step 1: ")
+    assert repr(state).startswith(
+        "State(after 0 steps: 4 leaves, mesh dp=1, which was donated to fzero.step at step 1: "
+    )
 
 
 def test_a_table_says_how_many_rows_it_leaves_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def close(found: Tensor, wanted: Tensor) -> None:
     assert found.dtype == wanted.dtype
     loose = {"rtol": 2e-2, "atol": 4e-3} if wanted.dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found, wanted, **loose)
+    torch.testing.assert_close(found, wanted, equal_nan=True, **loose)
 
 
 def test_a_mean_over_a_sharded_dim() -> None:
@@ -198,3 +199,73 @@ def test_a_form_may_be_told_its_dim() -> None:
     key.meta["val"], rank.meta["val"] = values.values()
     _, (result,), _ = traced("uniform:1", (key, [4, 6], torch.float32, 0.0, 1.0), {}, rank, 3, "tp")
     assert result.meta["val"].shape == (4, 2)
+
+
+SHORT = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_a_logsumexp_over_a_sharded_dim(dtype: torch.dtype, keepdim: bool) -> None:
+    x = 100 * drawn(4, 6, 2, dtype=dtype)
+    x[0, :, 0], x[1, :, 1], x[2, 3, 0], x[3, 5, 1] = -torch.inf, torch.inf, torch.inf, torch.nan
+    for dim in ([1], [1, 2], [0, 1]):
+        found = joined(local_forms.logsumexp, [(x, COLUMNS), (dim, R), (keepdim, R)], [R])[0]
+        close(found, x.logsumexp(dim, keepdim))
+        assert found.isnan().equal(x.logsumexp(dim, keepdim).isnan())
+
+
+@pytest.mark.parametrize("dtype", [*SHORT, torch.complex128])
+@pytest.mark.parametrize("order", [2, 1, 3, 0.5, 0, float("inf"), float("-inf")])
+def test_a_norm_over_a_sharded_dim(dtype: torch.dtype, order: float) -> None:
+    x = drawn(4, 6, 2, dtype=dtype)
+    x[0] = 0
+    for dim, keepdim in ((None, False), ([1], True), ([0, 1], False)):
+        given = [(x, COLUMNS), (order, R), (dim, R), (keepdim, R)]
+        close(joined(local_forms.vector_norm, given, [R])[0], torch.linalg.vector_norm(x, order, dim, keepdim))
+    if not x.is_complex():
+        wide = joined(local_forms.vector_norm, [(x, COLUMNS), (order, R), (None, R)], [R], dtype=torch.float64)[0]
+        close(wide, torch.linalg.vector_norm(x, order, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "correction"), [*itertools.product(SHORT, [None, 0, 1, 2.5, 24]), (torch.complex128, None)]
+)
+def test_a_variance_over_a_sharded_dim(dtype: torch.dtype, correction: float | None) -> None:
+    x = 3 + drawn(4, 6, 2, dtype=dtype)
+    for dim, keepdim in ((None, False), ([1], True), ([0, 1], False)):
+        how: dict[str, Any] = {"correction": correction, "keepdim": keepdim}
+        variance, middle = joined(local_forms.var_mean, [(x, COLUMNS), (dim, R)], [R, R], **how)
+        close(variance, aten.var.correction(x, dim, **how))
+        close(middle, aten.var_mean.correction(x, dim, **how)[1])
+        close(joined(local_forms.var, [(x, COLUMNS), (dim, R)], [R], **how)[0], variance)
+        close(joined(local_forms.std, [(x, COLUMNS), (dim, R)], [R], **how)[0], aten.std.correction(x, dim, **how))
+        deviation, again = joined(local_forms.std_mean, [(x, COLUMNS), (dim, R)], [R, R], **how)
+        close(deviation, aten.std.correction(x, dim, **how))
+        close(again, middle)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_extrema_over_a_sharded_dim_and_their_first_place(dtype: torch.dtype) -> None:
+    """With equals among the ranks and within one, the least numbers there are, and NaN."""
+    x = torch.randint(0, 3, (5, 6, 2), generator=torch.Generator().manual_seed(0)).to(dtype)
+    if dtype == torch.int64:
+        x[0, 2, 0], x[1, 3, 1] = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    if dtype.is_floating_point:
+        x[0, 4, 0], x[1, 1, 1], x[2, 3, 0], x[2, 5, 0] = torch.nan, -torch.inf, torch.nan, torch.nan
+    for keepdim in (False, True):
+        given = [(x, COLUMNS), (1, R), (keepdim, R)]
+        for form, op, place in (
+            (local_forms.max_dim, aten.max.dim, aten.argmax.default),
+            (local_forms.min_dim, aten.min.dim, aten.argmin.default),
+        ):
+            most, at = joined(form, given, [R, R])
+            assert most.equal(op(x, 1, keepdim)[0]) or most.nan_to_num().equal(op(x, 1, keepdim)[0].nan_to_num())
+            if dtype != torch.bool:
+                assert at.equal(op(x, 1, keepdim)[1])
+            where = local_forms.argmax if place is aten.argmax.default else local_forms.argmin
+            assert joined(where, given, [R])[0].equal(at)
+        if not dtype.is_floating_point:
+            assert joined(local_forms.amin, [(x, COLUMNS), ([0, 1], R), (keepdim, R)], [R])[0].equal(
+                aten.amin(x, [0, 1], keepdim)
+            )

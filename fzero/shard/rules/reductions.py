@@ -1,6 +1,7 @@
 """reductions: ops that sum, compare or scan along dims.
 
 sum(x, 1):  ab -> a     b sharded: Partial       amax: Partial("max")
+var(x, 1):  ab -> a     b sharded: Replicated, by a local form
 cumsum(x, 1):  ab -> ab   b whole
 """
 
@@ -11,14 +12,15 @@ from typing import Any
 
 import torch
 
-from fzero.shard.factors import MAX, SUM, WHOLE, Call, Dims, Factors, Kind, Maker
+from fzero.shard.factors import FREE, MAX, SUM, WHOLE, Call, Dims, Factors, Kind, Maker
 from fzero.shard.rules.rule import Rule, Rules
 
 aten = torch.ops.aten
 
 
 def reduced(kind: Kind, local: str = "") -> Callable[[Call], Factors]:
-    """The rule of an op that reduces the dims `dim` (all where there are none), with factors of `kind`."""
+    """The rule of an op that reduces the dims `dim` (all where there are none), with factors of `kind`. local: its form
+    over a sharded dim; with `FREE` that gives the whole result."""
 
     def factors(call: Call) -> Factors:
         m = Maker(call)
@@ -63,15 +65,28 @@ SUMS = (aten.sum.default, aten.sum.dim_IntList)
 MEANS = (aten.mean.default, aten.mean.dim)
 MAXIMA = (aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims)
 WITHIN: tuple[Any, ...] = (
-    aten.amin.default, aten.min.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
-    aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default, aten.prod.dim_int, aten.var.correction,
-    aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.logsumexp.default,
-    aten.linalg_vector_norm.default,
+    aten.min.default, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default, aten.prod.dim_int,
 )  # fmt: skip
+FORMS = {
+    aten.amin.default: "amin", aten.var.correction: "var", aten.std.correction: "std",
+    aten.var_mean.correction: "var_mean", aten.std_mean.correction: "std_mean", aten.logsumexp.default: "logsumexp",
+    aten.linalg_vector_norm.default: "vector_norm", aten.max.dim: "max_dim", aten.min.dim: "min_dim",
+    aten.argmax.default: "argmax", aten.argmin.default: "argmin",
+}  # fmt: skip
 SCANS: tuple[Any, ...] = (
     aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default, aten.topk.default,
     aten.sort.default, aten.sort.stable,
 )  # fmt: skip
+
+
+def by_form(name: str) -> Callable[[Call], Factors]:
+    """The rule of an op with a local form; the place of an extremum in all dims needs all of the operand."""
+
+    def factors(call: Call) -> Factors:
+        whole = name.startswith("arg") and call.named.get("dim") is None
+        return reduced(WHOLE if whole else FREE, "" if whole else name)(call)
+
+    return factors
 
 
 def squared(call: Call) -> Factors:
@@ -85,6 +100,7 @@ RULES: Rules = {
     **{op: Rule(reduced(SUM, "mean"), ("self",)) for op in MEANS},
     **{op: Rule(reduced(MAX)) for op in MAXIMA},
     **{op: Rule(reduced(WHOLE)) for op in WITHIN},
+    **{op: Rule(by_form(name)) for op, name in FORMS.items()},
     **{op: Rule(along("self")) for op in SCANS},
     aten.cumsum.default: Rule(along("self"), ("self",)),
     "fzero.sum_squares.default": Rule(squared),
