@@ -29,11 +29,13 @@ from fzero.ir import fx_nodes, fx_values
 from fzero.shard.claims import Claim, claim_of, constrains, constraint
 from fzero.shard.factors import Call
 from fzero.shard.local_forms import traced
+from fzero.shard.ops import ALL_REDUCE
 from fzero.shard.placements import Partial, Placement, Replicated, Shard, local_shape
 from fzero.shard.rules import Strategy, Unknown, localised, strategies
 from fzero.verify.element_ways import ElementWays, refusal, refuse
 
 aten = torch.ops.aten
+REDUCE = torch.ops.fzero.reduce.default
 R = Replicated()
 Inner = Callable[[fx.Node], tuple[Sequence[Placement], Sequence[Placement], bool]]
 
@@ -299,15 +301,25 @@ def _equal(a: Any, b: Any, same: dict[fx.Node, fx.Node]) -> bool:
     """Whether node `a` of one graph is node `b` of another, given what placeholders of the first are."""
     if a in same:
         return same[a] is b
-    if not isinstance(b, fx.Node) or a.target is not b.target or a.op != "call_function":
+    if not isinstance(b, fx.Node) or a.op != "call_function":
         return False
     mine, theirs = _flattened(a), _flattened(b)
-    if _plain((a.args, a.kwargs)) != _plain((b.args, b.kwargs)) or len(mine) != len(theirs):
+    if _said(a) != _said(b) or len(mine) != len(theirs):
         return False
     if all(_equal(x, y, same) for x, y in zip(mine, theirs, strict=True)):
         same[a] = b
         return True
     return False
+
+
+def _said(node: fx.Node) -> Any:
+    """An op and its arguments. Behind the losses a sum over the axis is the op by which a user's step says it."""
+    args = node.args
+    if node.target is ALL_REDUCE:
+        return ALL_REDUCE, args[1], args[3]
+    if node.target is REDUCE:
+        return ALL_REDUCE, args[2], args[1]
+    return node.target, _plain((args, node.kwargs))
 
 
 def _flattened(node: fx.Node) -> list[fx.Node]:
