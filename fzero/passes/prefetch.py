@@ -9,11 +9,16 @@ In a pipeline, what stays gathered until the end of the step is gathered at its 
 wait for their first microbatch have time, and later each role would wait in turn for the one before.
 
     run seg0; gather p1; wait p1; run seg1      becomes      gather p1; run seg0; wait p1; run seg1
+
+What would be gathered anew within `depth` segments of its last use, as the weights of layers that share them, stays
+instead: a gather that early would take the same memory.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from itertools import accumulate
 
 from fzero.errors import SpecError
 from fzero.ir import rewrite
@@ -40,6 +45,7 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int
         )
     if soft is not None:
         cap = max(soft, least) if cap is None else min(max(soft, least), cap)
+    ops, levels = _kept_for_next(program, depth, cap, levels)
     for index in [i for i, op in enumerate(ops) if op.gathers and _parameter(program, op)]:
         room = None if cap is None else cap - _size(program, ops[index])
         once = depth > 0 and program.role is not None and _kept(program, ops[index])
@@ -50,6 +56,41 @@ def prefetch(program: Program, depth: int = 1, cap: int | None = None, soft: int
     peak = max(gathered_bytes(ops, program.buffers), default=0)
     done = rewrite.finish(program, "prefetch", ops=ops, level=Level.CAPPED)
     return replace(done, gather_cap_bytes=cap if cap is not None else peak)
+
+
+def _kept_for_next(program: Program, depth: int, cap: int | None, levels: list[int]) -> tuple[list[Op], list[int]]:
+    """(The ops, with what was gathered at most `depth` segments before, in the same phase, kept instead of gathered
+    anew; the bytes that are gathered at each.) No more than `cap` bytes are kept at once."""
+    ops, edits, levels = program.ops, rewrite.Edits(), list(levels)
+    reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
+    passed = [0, *accumulate(op.computes for op in ops)]
+    waits = defaultdict[str, list[int]](list)
+    for index, op in enumerate(ops):
+        if op.is_wait:
+            waits[op.target].append(index)
+    newest: dict[Op, tuple[str, int]] = {}  # by a gather without its target: that, and where it is last read
+    for index, op in enumerate(ops):
+        uses = [i for i, _ in reads.get(op.target, ())] if op.gathers and _parameter(program, op) else []
+        if not uses:
+            continue
+        same, size = replace(op, writes=(), why=""), _size(program, op)
+        name, last = newest.get(same, ("", -1))
+        if (
+            name
+            and passed[uses[0]] - passed[last + 1] <= depth
+            and ops[last].phase == ops[uses[0]].phase
+            and not any(last < i < index for ref in op.reads for i, _ in writes.get(ref.name, ()))
+            and (cap is None or max(levels[last + 1 : index], default=0) + size <= cap)
+        ):
+            levels[last + 1 : index] = [level + size for level in levels[last + 1 : index]]
+            edits.instead |= dict.fromkeys([index, *waits[op.target]], ())
+            for i in uses:
+                edits.rename[i][op.target] = name
+        else:
+            name = op.target
+        newest[same] = name, uses[-1]
+    dropped = edits.instead.keys()
+    return edits.spliced(ops), [level for i, level in enumerate(levels) if i not in dropped]
 
 
 def _parameter(program: Program, op: Op) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import cases
 import pytest
+import torch
+from helpers import Run, run
 from short_programs import shown, written
+from torch import Tensor
 
 import fzero
 from fzero.ir.liveness import gathered_bytes
@@ -188,3 +192,72 @@ def test_bytes_to_which_gathers_start_early_are_never_too_few() -> None:
     )
     with pytest.raises(fzero.SpecError, match=f"The smallest cap is {least}"):
         cases.lowered(params=params, prefetch_bytes=1, gather_bytes=least - 1)
+
+
+AGAIN = (
+    "".join(f"buffer g{n} f32[64] gathered bucket=b{n}\n" for n in range(4))
+    + """
+    all_gather p0 -> f0  axis=dp
+    wait f0
+    run f0 -> h  phase=forward
+    all_gather p1 -> f1  axis=dp
+    wait f1
+    run f1 -> h  phase=forward
+    all_gather p0 -> g0  axis=dp
+    wait g0
+    run g0 -> h  phase=forward
+    all_gather p1 -> g1  axis=dp
+    wait g1
+    run g1 -> h  phase=forward
+"""
+)
+
+
+def reused(text: str, *options: int | None) -> list[str]:
+    """The same of a program whose parameters are used again, with the weights' records of TEXT."""
+    return starts(TEXT.partition("    run h -> h")[0] + text, *options)
+
+
+def test_what_is_used_again_within_the_depth_is_not_gathered_again() -> None:
+    apart = ["f0", "f0", "f1", "f1", "g0", "g0", "g1", "g1"]
+    assert reused(AGAIN, 0) == apart
+    assert reused(AGAIN, 1) == ["f0", "f1", "f0", "f1", "f0", "f1"]
+
+
+def test_but_where_it_was_written_in_another_phase_or_over_the_cap() -> None:
+    def again(text: str, *options: int | None) -> bool:
+        return "g0" in reused(text, *options)
+
+    assert not again(AGAIN, 1, 2 * ONE)
+    assert again(AGAIN, 1, ONE), "two at once are over the cap"
+    assert again(AGAIN.replace("run g0 -> h  phase=forward", "run g0 -> h  phase=backward"), 1)
+    assert again(AGAIN.replace("    all_gather p0 -> g0", "    update m -> p0\n    all_gather p0 -> g0"), 1)
+    more = "    run h -> h  phase=forward\n    all_gather p0 -> g0"
+    assert again(AGAIN.replace("    all_gather p0 -> g0", more), 1)
+    assert not again(AGAIN.replace("    all_gather p0 -> g0", more), 2)
+
+
+@pytest.mark.parametrize("prefetch_depth", [0, 1, 2])
+def test_layers_that_share_their_weights(prefetch_depth: int) -> None:
+    """Eight times the same two products: with two buckets each was gathered eight times in each direction."""
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        x = batch
+        for _ in range(8):
+            x = x + torch.tanh(x @ params["w"]) @ params["v"]
+        return (x @ params["head"]).square().mean()
+
+    draw = torch.Generator().manual_seed(0)
+    params = {
+        k: torch.randn(*s, generator=draw) / 8 for k, s in {"w": (64, 256), "v": (256, 64), "head": (64, 64)}.items()
+    }
+    batch = torch.randn(4, 64, generator=draw)
+
+    def ran(**options: Any) -> Run:
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), mesh={"dp": 2}, **options)
+        return run(spec, params, lambda rank, step: batch + rank, world=2, steps=2)
+
+    found, plain = ran(zero=3, bucket_bytes=70_000, prefetch=prefetch_depth), ran(zero=0)
+    gathers = [op for op in found.lowered.program.ops if op.gathers]
+    assert len(gathers) == [32, 6, 5][prefetch_depth]
+    assert all(torch.equal(found.final[path], plain.final[path]) for path in plain.final)
