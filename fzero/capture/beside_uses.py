@@ -74,16 +74,31 @@ def _of_inputs(
 
 def _again(graph: fx.Graph, made: Collection[fx.Node]) -> set[fx.Node]:
     """Copies for the backward of what few ops of the forward make of inputs, and both read."""
-    made_again = set()
-    for node in [node for node in graph.nodes if node in made and not _phase(node)]:
+    made_again = set[fx.Node]()
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in [node for node in place if node in made and not _phase(node)]:
         later = [user for user in node.users if _phase(user)]
-        chain = _chain(node, made)
-        if later and len(later) < len(node.users) and node.meta["val"].nbytes >= LARGE and len(chain) <= FEW:
+        if not later or len(later) == len(node.users) or node.meta["val"].nbytes < LARGE:
+            continue
+        chain = sorted(_chain(node, made), key=place.__getitem__)
+        if len(chain) <= FEW:
             copies = _copied(graph, chain, later[0])
             made_again |= {*copies.values()}
             for user in later:
                 user.replace_input_with(node, copies[node])
     return made_again
+
+
+def _chain(node: fx.Node, made: Collection[fx.Node]) -> set[fx.Node]:
+    """A value and those of more than one number of which it is made, but for inputs: no more than shows that it is by
+    more than few ops."""
+    found, todo = set[fx.Node](), [node]
+    while todo and len(found) <= FEW:
+        node = todo.pop()
+        if node in made and node.meta["val"].dim():
+            found.add(node)
+            todo += [source for source in node.all_input_nodes if source not in found]
+    return found
 
 
 def _copied(graph: fx.Graph, chain: list[fx.Node], reader: fx.Node) -> dict[fx.Node, fx.Node]:
@@ -94,13 +109,6 @@ def _copied(graph: fx.Graph, chain: list[fx.Node], reader: fx.Node) -> dict[fx.N
             copies[node] = fx_nodes.copy_node(graph, node, lambda source: copies.get(source, source))
             copies[node].meta["phase"] = _phase(reader)
     return copies
-
-
-def _chain(node: fx.Node, made: Collection[fx.Node]) -> list[fx.Node]:
-    """A value and those of more than one number of which it is made, but for inputs, in order."""
-    if node not in made or not node.meta["val"].dim():
-        return []
-    return list(dict.fromkeys([*(n for source in node.all_input_nodes for n in _chain(source, made)), node]))
 
 
 def _goals(
@@ -135,7 +143,9 @@ def _goals(
 
 def _root(node: fx.Node) -> fx.Node:
     """The input of which a node is a view or a cast."""
-    return _root(fx_nodes.operand(node)) if fx_nodes.is_compute(node) else node
+    while fx_nodes.is_compute(node):
+        node = fx_nodes.operand(node)
+    return node
 
 
 def _phase(node: fx.Node) -> str | None:

@@ -112,6 +112,20 @@ def stepped(low: fzero.Lowered) -> dict[str, Tensor]:
     return {leaf.path: storage.join(low.plan, leaf, held) for leaf in low.plan.leaves}
 
 
+def test_long_chains_take_no_longer() -> None:
+    """Sixty doublings, between which there are 2^60 ways through the graph."""
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        doubled = params[0]["w"] * 0.5**60
+        for _ in range(60):
+            doubled = doubled + doubled
+        return forward(params, batch) + (doubled * doubled.sin()).sum() / 1e6
+
+    params, batch = example()
+    low = fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), zero=3), params, batch, world_size=2)
+    low.graph.regions[0].gm.graph.lint()
+
+
 def test_what_is_returned_stays() -> None:
     """A square that is a metric as well, and gradients that nothing but a penalty gives."""
 
