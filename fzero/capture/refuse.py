@@ -306,12 +306,16 @@ _OF_SELF = re.compile(r"\bself\.(\w+)\b")
 
 def _is_subscript(error: Exception) -> bool:
     """Whether the user's innermost line was at `x[i]`, `x[i:j]` or an assignment to one."""
-    op, trace_back = "", error.__traceback__
+    innermost, trace_back = None, error.__traceback__
     while trace_back is not None:
-        code = trace_back.tb_frame.f_code
-        op = dis.opname[code.co_code[trace_back.tb_lasti]] if is_users_line(trace_back.tb_frame) else op
+        innermost = trace_back if is_users_line(trace_back.tb_frame) else innermost
         trace_back = trace_back.tb_next
-    return op in ("BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE")
+    if innermost is None:
+        return False
+    ops = dis.get_instructions(innermost.tb_frame.f_code)
+    op = next(op for op in ops if op.offset == innermost.tb_lasti)
+    names = ("BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE")
+    return op.opname in names or (op.opname == "BINARY_OP" and op.argrepr == "[]")  # since Python 3.14
 
 
 def _frames(error: Exception, *, layers: bool = True) -> tuple[tuple[str, str], tuple[str, str] | None]:

@@ -8,9 +8,11 @@ forward to the original: through a class, a global, or an object whose copy is t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dis
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +26,7 @@ Bound = types.FunctionType | weakref.ref[Any]
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 # what makes, copies or pickles a module, and no call of it runs
 _MAKERS = {"__init__", "__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__deepcopy__"}
+_COPYING = threading.RLock()
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), type, types.ModuleType, types.CodeType, Tensor)
 
 
@@ -71,15 +74,34 @@ def copied(
         full_memo[id(fn)] = functools.update_wrapper(
             types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, closure), fn, updated=()
         )
-    result = copy.deepcopy(module, full_memo)
-    for fn in fns:
-        new = full_memo[id(fn)]
-        new.__defaults__, new.__kwdefaults__ = copy.deepcopy((fn.__defaults__, fn.__kwdefaults__), full_memo)
-        new.__dict__ = copy.deepcopy(fn.__dict__, full_memo)
-        for cell in fn.__closure__ or ():
-            if _filled(cell):
-                cells[id(cell)].cell_contents = copy.deepcopy(cell.cell_contents, full_memo)
-    return result, tuple(full_memo.get(id(value)) for value in bound), full_memo
+    with _memo_is_asked():
+        result = copy.deepcopy(module, full_memo)
+        for fn in fns:
+            new = full_memo[id(fn)]
+            new.__defaults__, new.__kwdefaults__ = copy.deepcopy((fn.__defaults__, fn.__kwdefaults__), full_memo)
+            new.__dict__ = copy.deepcopy(fn.__dict__, full_memo)
+            for cell in fn.__closure__ or ():
+                if _filled(cell):
+                    cells[id(cell)].cell_contents = copy.deepcopy(cell.cell_contents, full_memo)
+        return result, tuple(full_memo.get(id(value)) for value in bound), full_memo
+
+
+@contextlib.contextmanager
+def _memo_is_asked() -> Iterator[None]:
+    """Since Python 3.14 `copy.deepcopy` gives functions and weak references back before it looks into its memo. Within
+    this it looks first, in other threads too, where it finds nothing and does as it did."""
+    atomic: set[type] = getattr(copy, "_atomic_types", set())
+    copiers: dict[type, Any] = getattr(copy, "_deepcopy_dispatch", {})
+    with _COPYING:
+        kinds = atomic & {types.FunctionType, weakref.ref}
+        copiers |= dict.fromkeys(kinds, lambda value, memo: value)
+        atomic -= kinds
+        try:
+            yield
+        finally:
+            atomic |= kinds
+            for kind in kinds:
+                del copiers[kind]
 
 
 def leak(module: nn.Module, original: dict[int, Any]) -> str:

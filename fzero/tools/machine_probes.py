@@ -38,8 +38,8 @@ PACKAGES = (
 def versions() -> Iterator[Finding]:
     """The versions of Python and of the packages that fzero uses."""
     python = sys.version_info[:2]
-    right = (3, 11) <= python < (3, 14)
-    fix = "" if right else "use Python 3.11, 3.12 or 3.13"
+    right = (3, 11) <= python < (3, 15)
+    fix = "" if right else "use Python 3.11, 3.12, 3.13 or 3.14"
     yield Finding("python", "ok" if right else "missing", platform.python_version(), fix, needed=True)
     for name, least, extra, use in PACKAGES:
         needed, wanted = not extra, ".".join(map(str, least))

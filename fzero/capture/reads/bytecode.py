@@ -112,7 +112,7 @@ class _Machine:
         return "free" if name in self.code.co_freevars else "local"
 
     def run(self, op: dis.Instruction, line: int) -> None:
-        """Follows one instruction (Python 3.11 to 3.13)."""
+        """Follows one instruction (Python 3.11 to 3.14)."""
         name, argument, depth = op.opname, op.argval, op.arg or 0
         if name in _NO_EFFECT:
             return
@@ -122,11 +122,11 @@ class _Machine:
             self._load_locals(argument if isinstance(argument, tuple) else (argument,), name.startswith("STORE"), line)
         elif name == "LOAD_DEREF":
             self.load(argument, self.scope_of(argument), line)
-        elif name == "LOAD_CONST":
+        elif name in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"):
             self.stack.append(ConstantKey(argument))
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             self.extend(self.pop(), argument)
-        elif name == "BINARY_SUBSCR":
+        elif name == "BINARY_SUBSCR" or (name == "BINARY_OP" and op.argrepr == "[]"):  # since 3.14
             self._subscript()
         elif name == "BINARY_OP":
             self._operate(op, line)
@@ -344,6 +344,7 @@ _NO_EFFECT = {
     "COPY_FREE_VARS",
     "MAKE_CELL",
     "PUSH_NULL",
+    "NOT_TAKEN",
 }
 
 
