@@ -57,18 +57,18 @@ def _of_inputs(
         value, sources = node.meta.get("val"), node.all_input_nodes
         if getattr(node.target, "namespace", "") != "aten" or not isinstance(value, torch.Tensor):
             continue  # of fzero's own ops some are placed by passes
-        if fx_nodes.mutated(node):
-            continue
         own = [source for source in sources if source in held or source in made]
-        numbers = all(source in spread or _is_number(source) for source in sources if source not in own)
+        if own and fx_nodes.mutated(node):
+            continue
         if own and (fx_nodes.is_view(node) or is_cast(node)):
             (held if own[0] in held else made).add(node)
-        elif own and not value.dim():
-            made |= {node} if own == sources else set()
-        elif own and numbers and fx_nodes.is_pointwise(node) and value.numel() <= max(_numel(x) for x in own):
-            made.add(node)
-        elif value.dim() and sources and numbers and (fx_nodes.is_view(node) or fx_nodes.is_pointwise(node)):
-            spread.add(node)
+        elif not value.dim():
+            made |= {node} if own and own == sources else set()
+        elif sources and all(source in spread or _is_number(source) for source in sources if source not in own):
+            if own and fx_nodes.is_pointwise(node) and value.numel() <= max(_numel(x) for x in own):
+                made.add(node)
+            elif not own and (fx_nodes.is_view(node) or fx_nodes.is_pointwise(node)):
+                spread.add(node)
     return held, spread, made
 
 
@@ -160,5 +160,7 @@ def _numel(node: fx.Node) -> int:
 
 def _is_number(node: fx.Node) -> bool:
     """Whether all elements are one number, which has no dims."""
-    value = fx_nodes.base(node).meta.get("val")
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.dim() and fx_nodes.is_view(node):
+        value = fx_nodes.base(node).meta.get("val")
     return isinstance(value, torch.Tensor) and not value.dim()
