@@ -157,8 +157,10 @@ def __getattr__(name: str) -> Any:
 
 def _remedy(name: str) -> str:
     """Where a name is that somebody looked for here: optimizers, datasets and draws are in modules of their own."""
+    if name.startswith("_"):  # asked for by Python's own tools
+        return ""
     places = [place.__name__ for place in (optim, data, sparse, random, checkpoint, hardware) if name in dir(place)]
-    told = f" It is {places[0]}.{name}" if places and name[0] != "_" else tree.suggest(name, __all__)
+    told = f" It is {places[0]}.{name}" if places else tree.suggest(name, __all__)
     return f".{told}" if told else ""
 
 
