@@ -55,7 +55,7 @@ _HERE = {  # what others say: what it may be called here
     "end_factor": ("end",),
     "gamma": ("rate",),
     "decay_rate": ("rate",),
-    "max_norm": ("limit",),
+    "clip_value": ("limit",),
 }
 _NO_NEED = dict.fromkeys(("fused", "foreach", "capturable"), "Leave it out: a step is one program in any case.")
 _ELSEWHERE = _NO_NEED | {
@@ -88,15 +88,15 @@ def named(make: Callable[P, R]) -> Callable[P, R]:
     def made(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in known:
-                raise TypeError(f"{make.__name__} has no argument {name!r}{_remedy(name, known)}")
+                told = remedy(name, known) or f".{suggest(name, known)} It has {', '.join(known)}"
+                raise TypeError(f"{make.__name__} has no argument {name!r}{told}")
         return make(*args, **kwargs)
 
     return made
 
 
-def _remedy(name: str, known: Collection[str]) -> str:
+def remedy(name: str, known: Collection[str]) -> str:
+    """How an error about an argument that is not among these goes on, where it is known from elsewhere; "" if not."""
     if mine := [here for here in _HERE.get(name, ()) if here in known]:
         return f": here it is {mine[0]}=" + ("(first, second)" if mine[0] == "betas" else "")
-    if name in _ELSEWHERE:
-        return f". {_ELSEWHERE[name]}"
-    return f".{suggest(name, known)} It has {', '.join(known)}"
+    return f". {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""

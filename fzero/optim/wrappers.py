@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero import tree
 from fzero.errors import SpecError, TreeError
 from fzero.optim import _check
+from fzero.optim._named import remedy
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree, _wide_norm
 
@@ -84,7 +85,9 @@ def _check_arguments(fn: Callable[..., Any], given: Mapping[str, Any]) -> None:
         signature.bind(**given)
     except TypeError as error:
         named = list(signature.parameters)
-        hint = "".join(tree.suggest(name, named) for name in given if name not in named)
+        others = [name for name in given if name not in named]
+        known = [f" {name!r}{told}" for name in others if (told := remedy(name, named))]
+        hint = "".join(known or [tree.suggest(name, named) for name in others])
         raise SpecError(
             f"inject_hyperparams: {getattr(fn, '__name__', 'fn')} does not take these: {error}. Its arguments are "
             f"{', '.join(named)}.{hint}"

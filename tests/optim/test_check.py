@@ -51,6 +51,10 @@ WRONG_VALUES = [
         lambda: optim.inject_hyperparams(optim.adamw)(learning_rat=0.1),
         r"adamw does not take these: .* Its arguments are learning_rate, .* Did you mean 'learning_rate'",
     ),
+    (
+        lambda: optim.inject_hyperparams(optim.adamw)(lr=0.1),
+        r"adamw does not take these: .* Its arguments are learning_rate, .*\. 'lr': here it is learning_rate=",
+    ),
     (lambda: optim.apply_if_finite(optim.sgd), r"apply_if_finite: tx is sgd, not a GradientTransformation: call it"),
     (lambda: optim.adam(0.1, betas=(0.9, 1.0)), r"adam: betas\[1\] is 1.0, but it must be at least 0 and less than 1"),
     (lambda: optim.adam(0.1, betas=0.9), r"write betas=\(0.9, 0.999\)"),
