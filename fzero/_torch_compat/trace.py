@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -238,12 +238,15 @@ def jiterator_refused(error: Callable[[], Exception]) -> Iterator[None]:
 @contextmanager
 def seen_in_backwards(mode: TorchFunctionMode) -> Iterator[None]:
     """A mode sees what a backward calls in Python too, as the recomputation of `torch.utils.checkpoint`: torch leaves
-    the mode for `torch.autograd.grad` and all that it does. Backwards of other threads are left alone. Within a trace,
-    so in one thread at a time (`torch.autograd._engine_run_backward`: 2.11.0, 2.13.0)."""
+    the mode for `torch.autograd.grad` and all that it does. All of it runs in the caller's thread, on CUDA too, where
+    each device has one: what follows a trace follows one thread. Backwards of other threads are left alone. Within a
+    trace, so in one thread at a time (`torch.autograd._engine_run_backward`: 2.11.0, 2.13.0)."""
     before, thread = torch.autograd._engine_run_backward, threading.get_ident()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mode if threading.get_ident() == thread else nullcontext():
+        if threading.get_ident() != thread:
+            return before(*args, **kwargs)
+        with mode, torch.autograd.set_multithreading_enabled(False):
             return before(*args, **kwargs)
 
     torch.autograd._engine_run_backward = run

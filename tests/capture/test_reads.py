@@ -31,6 +31,7 @@ from torch.func import functional_call
 import fzero
 from fzero.capture.reads.bytecode import lines_of
 from fzero.capture.reads.frames import OTHER, USER, kind_of, kind_of_code
+from fzero.capture.reads.reading import Reading
 from fzero.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("thawed")  # Python finds no function that is frozen
@@ -1120,3 +1121,22 @@ def test_a_debugger_that_starts_in_a_loss_keeps_the_program() -> None:
     finally:
         sys.settrace(before)
     assert "helper" in called
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="sys.monitoring has no pause")
+def test_a_pause_in_another_thread_is_none() -> None:
+    """Autograd has a thread for each device but the CPU. It ended the watch, and Python followed each call from then
+    on."""
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        with Reading([helper]) as reading:
+            thread = threading.Thread(target=lambda: reading.paused.__enter__() or reading.paused.__exit__())
+            thread.start()
+            thread.join()
+            followed = sys.gettrace()
+        after = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert followed is not None
+    assert after is None

@@ -70,12 +70,12 @@ def kind_of_code(code: types.CodeType, variables: Mapping[str, Any]) -> str:
 
 
 class Follower(Protocol):
-    """What is told of functions. `entered` is asked at least once for each code object, and says whether its lines are
-    followed; `line` comes before a line runs, `left` when a function that is followed returns a value or raises (with
-    None). `instruction`
-    comes before one, with its offset, in functions of which `by_instruction` says that it must."""
+    """What is told of functions. `entered` is asked once for each code object, and says whether its lines are followed
+    (None: not now, and it may be asked again); `line` comes before a line runs, `left` when a function that is followed
+    returns a value or raises (with None). `instruction` comes before one, with its offset, in functions of which
+    `by_instruction` says that it must."""
 
-    def entered(self, frame: types.FrameType) -> bool: ...
+    def entered(self, frame: types.FrameType) -> bool | None: ...
     def by_instruction(self, code: types.CodeType) -> bool: ...
     def line(self, frame: types.FrameType) -> None: ...
     def instruction(self, frame: types.FrameType, offset: int) -> None: ...
@@ -83,10 +83,13 @@ class Follower(Protocol):
 
 
 class _BySettrace:
-    """By `sys.settrace`. As a context it pauses."""
+    """By `sys.settrace`. As a context it pauses; in another thread (of autograd, on CUDA) there is nothing to pause."""
 
     def __init__(self, follower: Follower) -> None:
-        self.follower, self.on, self.depth = follower, False, 0
+        self.follower, self.on, self.depth, self.thread = follower, False, 0, threading.get_ident()
+        # what was decided of a code object, by its id, for its hash reads all of it: the tracer of its lines (None: not
+        # followed), whether by instruction, and the object, which keeps the id its own
+        self.decided: dict[int, tuple[Any, bool, types.CodeType]] = {}
 
     def start(self) -> None:
         if sys.gettrace() is not None:
@@ -96,16 +99,20 @@ class _BySettrace:
         sys.settrace(self._call)
 
     def stop(self) -> None:
-        if self.on and sys.gettrace() == self._call:
+        if sys.gettrace() == self._call:
             sys.settrace(None)
         self.on = False
 
     def __enter__(self) -> None:
+        if threading.get_ident() != self.thread:
+            return
         if not self.depth and self._has_it():
             sys.settrace(None)
         self.depth += 1
 
     def __exit__(self, *error: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
         self.depth -= 1
         if self.on and not self.depth:
             sys.settrace(self._call)
@@ -118,10 +125,17 @@ class _BySettrace:
         return self.on
 
     def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if not self.follower.entered(frame):
-            return None
-        frame.f_trace_opcodes = self.follower.by_instruction(frame.f_code)
-        return self._local
+        code = frame.f_code
+        if (decided := self.decided.get(id(code))) is None:
+            followed = self.follower.entered(frame)
+            if followed is None:
+                return None
+            decided = self._local if followed else None, bool(followed) and self.follower.by_instruction(code), code
+            self.decided[id(code)] = decided
+        follow, by_instruction, _ = decided
+        if follow is not None:
+            frame.f_trace_opcodes = by_instruction
+        return follow
 
     def _local(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         if event == "line":

@@ -49,7 +49,6 @@ class Reading:
     table: PlaceTable = field(default_factory=PlaceTable)
     codes: dict[types.CodeType, None] = field(default_factory=dict)  # of the user's functions that ran
     libraries: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)  # of others: code, globals
-    passed: dict[int, types.CodeType] = field(default_factory=dict)  # code of no interest, by id: its hash reads all
     seen: set[tuple[types.CodeType, int, int | None]] = field(default_factory=set)  # lines, with offsets of uses
     draws: host_draws.Draws = field(default_factory=host_draws.Draws)
     moves: moving.Moves = field(default_factory=moving.Moves)
@@ -71,28 +70,24 @@ class Reading:
 
     # --- while the trace runs
 
-    def entered(self, frame: types.FrameType) -> bool:
-        """Whether the lines of a function are of interest."""
+    def entered(self, frame: types.FrameType) -> bool | None:
+        """Whether the lines of a function are of interest; None: they are not, but may be where it is called again."""
         code = frame.f_code
-        if id(code) in self.passed:
-            return False
-        if code in self.codes:
-            return True
         if drawing := host_draws.of_the_system(frame):
             self.draws.of_system = _where(drawing)
         kind = kind_of_code(code, frame.f_globals)
         if kind == USER:
-            self.codes[code] = None
-            self._method(frame)
+            if code not in self.codes:
+                self.codes[code] = None
+                self._method(frame)
             return True
         if kind == LIBRARY:
             caller = frame.f_back.f_code.co_filename if frame.f_back else ""
-            if kind_of(caller) != OTHER and not code.co_name.startswith("__"):
+            dunder = code.co_name.startswith("__")
+            if kind_of(caller) != OTHER and not dunder:
                 self.libraries[code] = frame.f_globals
-            return bool(_draw_lines(code))
-        if not host_draws.may_ask_the_system(code) and code.co_filename != "<string>":
-            self.passed[id(code)] = code
-        return False
+            return True if _draw_lines(code) else False if dunder or code in self.libraries else None
+        return None if host_draws.may_ask_the_system(code) or code.co_filename == "<string>" else False
 
     def _method(self, frame: types.FrameType) -> None:
         """Notes where a method lies that runs, for not each is named: `__mul__`, `forward`, one of `super()`."""

@@ -20,6 +20,7 @@ if STANDIN:
 
 import itertools
 import json
+import sys
 import tempfile
 import time
 from concurrent.futures import Future
@@ -671,6 +672,29 @@ def a_loss_over_a_vocabulary() -> None:
         assert set(used) == {("softmax_loss", True)}, used
         assert abs(ends[0][0] - ends[1][0]) < far
         torch.testing.assert_close(ends[0][1], ends[1][1], rtol=far, atol=far)
+
+
+SETTINGS = {"scale": 1.0}
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad * SETTINGS["scale"]
+
+
+@scenario(1)
+def what_a_backward_reads_is_watched() -> None:
+    """Autograd has a thread for each device: there nothing was watched, and Python 3.11 followed each later step."""
+    state = fzero.step(started(loss=lambda p, b: Scaled.apply(loss(p, b))), batch_of(HERE, 0))
+    assert sys.gettrace() is None
+    SETTINGS["scale"] = 2.0
+    with pytest.raises(fzero.errors.CaptureError, match=r"SETTINGS\['scale'\]"):
+        fzero.step(state, batch_of(HERE, 1))
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
