@@ -65,8 +65,14 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """cuDNN's attention for 16 bits without a mask (torch >= 2.11 on sm_90), the memory-efficient one for all else."""
+    """cuDNN's attention for 16 bits without a mask (torch >= 2.11 on sm_90), else the memory-efficient one; plain products
+    where that one has no kernel: other than four dims, 64 bits, widths that 16 bytes do not divide."""
     widths = query.shape[-1], value.shape[-1]
+    if query.dim() != 4 or query.dtype is torch.float64 or any(w * query.itemsize % 16 for w in widths):
+        plain: Any = aten._scaled_dot_product_attention_math.default(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+        return plain[0]
     narrow = query.dtype in (torch.bfloat16, torch.float16) and all(w % 8 == 0 and w <= 128 for w in widths)
     if narrow and attn_mask is None and not enable_gqa:
         found: Any = aten._scaled_dot_product_cudnn_attention.default(
