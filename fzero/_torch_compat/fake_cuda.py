@@ -65,8 +65,8 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """cuDNN's attention for 16 bits without a mask (torch >= 2.11 on sm_90), else the memory-efficient one; plain products
-    where that one has no kernel: other than four dims, 64 bits, widths that 16 bytes do not divide."""
+    """cuDNN's attention for 16 bits without a mask (torch >= 2.11 on sm_90), else the memory-efficient one; plain
+    products where that one has no kernel: other than four dims, 64 bits, widths that 16 bytes do not divide."""
     widths = query.shape[-1], value.shape[-1]
     if query.dim() != 4 or query.dtype is torch.float64 or any(w * query.itemsize % 16 for w in widths):
         plain: Any = aten._scaled_dot_product_attention_math.default(
