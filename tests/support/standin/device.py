@@ -289,6 +289,7 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda._initialized, cuda._exchange_device, cuda._maybe_exchange_device = True, exchange_device, exchange_device
     cuda._get_device_properties = _properties
+    cuda.default_generators = tuple(torch.Generator() for _ in range(NUM_DEVICES))  # their states are asked for
     from standin import tensors  # which needs what is above
 
     runtime = {"cudaMemGetInfo": _mem_get_info, "cudaHostRegister": tensors.lock, "cudaHostUnregister": tensors.unlock}

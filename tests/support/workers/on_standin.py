@@ -55,6 +55,7 @@ from standin.running import (
     started,
     trained,
 )
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero import backend, optim
@@ -695,6 +696,29 @@ def what_a_backward_reads_is_watched() -> None:
     SETTINGS["scale"] = 2.0
     with pytest.raises(fzero.errors.CaptureError, match=r"SETTINGS\['scale'\]"):
         fzero.step(state, batch_of(HERE, 1))
+
+
+@scenario(1)
+def recomputed_layers_draw_again() -> None:
+    """`torch.utils.checkpoint` asks for the state of the device's generator too."""
+
+    def losses(again: bool) -> list[float]:
+        def layer(x: Any, w: Any) -> Any:
+            return torch.nn.functional.dropout(torch.tanh(x @ w), 0.5)
+
+        def its_loss(p: Any, b: Any) -> Any:
+            x = checkpoint(layer, b["x"], p["a"], use_reentrant=False) if again else layer(b["x"], p["a"])
+            return loss(p, {"x": x})
+
+        state = fzero.init(init(fzero.random.key(0)), fzero.Spec(loss=its_loss, optimizer=optim.sgd(0.1), device=HERE),
+                           key=fzero.random.key(1))  # fmt: skip
+        found = []
+        for step in range(3):
+            state = fzero.step(state, batch_of(HERE, step))
+            found.append(float(state.metrics["loss"]))
+        return found
+
+    assert losses(True) == losses(False)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
