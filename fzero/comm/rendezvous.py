@@ -52,6 +52,9 @@ def meet(
                 host.halted = lambda: here.halted
             except (OSError, FzeroError) as error:
                 why = f"rank {rank}: {error}"
+                if host is not None:
+                    host.close()  # so that no rank waits for this one
+                    host = None
     answers = [n.decode(errors="replace") for n in tell(why.encode(), world_size, group)]
     why = "; ".join(dict.fromkeys(answer for answer in answers if answer))
     if host is not None and why:

@@ -291,6 +291,23 @@ def test_what_one_rank_cannot_do_nobody_does(monkeypatch: pytest.MonkeyPatch) ->
     assert both(monkeypatch) == [(None, "rank 0: no such call")] * 2
 
 
+def test_nobody_waits_for_a_rank_that_can_make_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its descriptors are used up. The others waited for half a minute, or ended in a HangError."""
+    real = rendezvous._probe
+
+    def probe(host: Any, notes: list[str]) -> None:
+        if host.rank == 1:
+            raise OSError(24, "Too many open files")
+        real(host, notes)
+
+    monkeypatch.setattr(rendezvous, "_probe", probe)
+    (one, why), other = both(monkeypatch)
+    assert (one, why) == other
+    assert one is None
+    assert "rank 1: [Errno 24] Too many open files" in why
+    assert "closed" in why  # what rank 0 saw, at once
+
+
 def test_a_token_that_is_not_there_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hosts = [SharedMemoryPeers(rank, {1 - rank: pairs[rank]}, 0.5) for rank in range(2)]
