@@ -26,7 +26,7 @@ def shown(value: Any) -> str:
     """A value in one line, as an error names it: of torch's optimizers, models and large dicts the beginning.
 
     >>> shown({"w": [0] * 200})
-    "{'w': [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 ..."
+    "{'w': [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ..."
     """
     text = " ".join(repr(value).split())
     return text if len(text) <= LONGEST else f"{text[:60]} ..."
