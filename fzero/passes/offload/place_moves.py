@@ -154,7 +154,7 @@ class _Placing:
         source = held if stays else self._brought(held)
         visit = self.current.get(held.name)
         follows = index in self.completing or self.ops[index].is_wait
-        near = visit is not None and (stays or follows or self._turn(index) - self._turn(visit.last) <= 1)
+        near = visit is not None and (stays or follows or self._is_near(visit.last, index, held))
         ranged = stays and self._bucket(held) is not None  # else a scalar, which stays until it changes
         if (
             visit is None
@@ -175,8 +175,18 @@ class _Placing:
             return Ref(held.name)
         return Ref(held.name, 0, self.program.buckets[buffer.bucket or ""].length, None, held.mine, held.tile)
 
-    def _turn(self, index: int) -> int:
-        return bisect_left(self.runs, index)
+    def _is_near(self, last: int, index: int, held: Ref) -> bool:
+        """Whether no run comes between two uses but elementwise work on one other bucket, which takes little time: as
+        the gradients and the update of the layer before. What has other parts of the same would be held whole."""
+        runs = self.runs[bisect_left(self.runs, last) : bisect_left(self.runs, index)]
+        others: set[str | None] = {None, self._bucket(held)}
+        most = len(others) + 1
+        for op in (self.ops[at] for at in runs[1:]):
+            names = [self.home.get(ref.name, ref.name) for ref in (*op.reads, *op.writes)]
+            others |= {self.program.buffers[name].bucket for name in names}
+            if not op.is_flat or held.name in names or len(others) > most:
+                return False
+        return True
 
     # --- the copies
 
