@@ -153,3 +153,18 @@ def test_of_what_differs_between_ranks_no_slice_is_taken() -> None:
     sent = sum(wire_bytes(program, op) for op in program.ops if op.gathers)
     codes = 3 * 2 * 64 * 64 * 12 // 64 // 4  # of the own slice, to three ranks
     assert sent == 2 * 4 * (2 * 64 * 64) * 3 // 4 + codes
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_whole_leaves_of_two_buckets_are_two_updates(zero: int) -> None:
+    """So that each may run when its own gradients are there."""
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return fzero.tree.map(lambda g, p: -0.1 * (g @ torch.tanh(p)), grads, params), state
+
+    params = {name: torch.empty(8, 8, device="meta") for name in "ab"}
+    whole = fzero.optim.GradientTransformation(lambda params: {}, update)
+    spec = fzero.Spec(loss=lambda p, x: ((x @ p["a"]) @ p["b"]).mean(), optimizer=whole, zero=zero, bucket_bytes=256)
+    program = fzero.lower(spec, params, torch.empty(4, 8, device="meta"), world_size=2).program
+    names = [{program.buffers[ref.name].bucket for ref in op.writes} for op in program.ops if op.is_update]
+    assert names == [{"small"}, {"small~2"}]

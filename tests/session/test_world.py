@@ -359,3 +359,20 @@ def test_a_rank_has_a_file_of_its_own_where_the_spec_names_a_folder(
     assert first[1] == 8192, "2,000 numbers of 4 bytes, in whole pages"
     assert named == {"timeout": process_group.TIMEOUT_SECONDS, "owner": "rank 0"}
     assert more["timeout"] == 5.0
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_memory_is_made_for_a_disk_where_there_is_one(
+    folder: bool, told: list[Told], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In huge pages, which a disk writes faster and a first step makes slower."""
+    asked: list[bool] = []
+    real = module.transport_for
+
+    def transport(*given: Any, disk: bool, **named: Any) -> Any:
+        asked.append(disk)
+        return real(*given, disk=disk, **named)
+
+    monkeypatch.setattr(module, "transport_for", transport)
+    made(told, of=spec(offload={"**": "nvme"}, nvme_path=str(tmp_path)) if folder else spec())
+    assert asked == [folder]
