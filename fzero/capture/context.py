@@ -30,6 +30,7 @@ class Tracing:
     lines: the user's line of each op of a forward that has a backward, by the number of autograd's node; and of each
     op that is not torch's, by its name.
     failed: the user's line of the last op that raised. raised: its error, and the op with its operands.
+    drawn: whether that op asked for what is made of draws alone.
     static: the names of the tensors of the batch that are marked static, by id.
     devices: the kinds of device on which a tensor may be: those of the state and the batch, the host's, and "meta".
     Empty: any.
@@ -50,6 +51,7 @@ class Tracing:
     lines: dict[int | str, str] = field(default_factory=dict)
     failed: str = ""
     raised: tuple[Exception, str] | None = None
+    drawn: bool = False
     static: dict[int, str] = field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     paused: Any = field(default_factory=nullcontext)

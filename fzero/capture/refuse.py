@@ -28,6 +28,7 @@ from fzero.capture.context import Tracing
 from fzero.capture.provenance import describe, is_users_line, name_of, short_name, user_line
 from fzero.capture.remedies import (
     BUFFER,
+    DRAWN,
     FUNCTIONS,
     IN_GENERAL,
     IN_PLACE,
@@ -190,14 +191,14 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
 
     `place()` is told where no op has raised the error and no line of the user's is among its callers.
     """
-    tracing.failed, tracing.raised = "", None
+    tracing.failed, tracing.raised, tracing.drawn = "", None, False
     try:
         with quiet_fakes():
             yield
     except Refused as error:
         raise CaptureError(str(error)) from None
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise _data_dependent(error, str(error.func), tracing.failed or place()) from None
+        raise _data_dependent(error, str(error.func), tracing.failed or place(), drawn=tracing.drawn) from None
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         if isinstance(error, CaptureError) or (isinstance(error, ValueError) and NO_VIEW not in str(error)):
             raise
@@ -273,7 +274,7 @@ def _op_without_rule(error: Exception) -> str | None:
     return f"{op} has no fake rule, which says its result's shape. Give it one: torch.library.register_fake({name!r})"
 
 
-def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureError:
+def _data_dependent(error: Exception, value_name: str, where: str, *, drawn: bool = False) -> CaptureError:
     (users, code), library = _frames(error)
     text = f"{users or where}: the program would depend on {value_name}, which is known only when it runs"
     if library is not None:
@@ -284,7 +285,8 @@ def _data_dependent(error: Exception, value_name: str, where: str) -> CaptureErr
         return CaptureError(f"{text}. {INDEXED}")
     remedies = (remedy for part, remedy in REMEDIES.items() if part in f"{value_name} {code}")
     buffer = _buffer(error)
-    return CaptureError(f"{text}. {next(remedies, BUFFER.format(buffer) if buffer else IN_GENERAL)}")
+    otherwise = DRAWN if drawn else BUFFER.format(buffer) if buffer else IN_GENERAL
+    return CaptureError(f"{text}. {next(remedies, otherwise)}")
 
 
 def _buffer(error: Exception) -> str:
@@ -312,8 +314,8 @@ def _is_subscript(error: Exception) -> bool:
         trace_back = trace_back.tb_next
     if innermost is None:
         return False
-    ops = dis.get_instructions(innermost.tb_frame.f_code)
-    op = next(op for op in ops if op.offset == innermost.tb_lasti)
+    before = (op for op in dis.get_instructions(innermost.tb_frame.f_code) if op.offset <= innermost.tb_lasti)
+    *_, op = before  # the place may be in the cache behind a call
     names = ("BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR", "STORE_SLICE")
     return op.opname in names or (op.opname == "BINARY_OP" and op.argrepr == "[]")  # since Python 3.14
 

@@ -90,6 +90,13 @@ IN_GENERAL = (
     "given as fzero.static(x): a program of each of its values"
 )
 
+DRAWN = (
+    "It is drawn at random, at each step anew, and a program has one road: draw it outside of the step. Augment the "
+    "batch before fzero.step. What leaves layers out by chance draws only where its own module trains: set "
+    "`training = False` of that module alone, before from_module. To choose by a draw within the step, write "
+    "torch.where(x < p, a, b)"
+)
+
 BUFFER = (
     "self.{} is a buffer that is in the state, or given to the step. If the first call sets it (ActNorm, a codebook), "
     "run one batch through the module before from_module. One that stays the same leave out of the state, and its "

@@ -219,8 +219,10 @@ class _Reached:
     def _wait(self, kind: type, path: str) -> None:
         self.kinds.add(kind)
         for name, x in kind.__dict__.items():
+            if name in _MAKERS:  # though code of another class that forward reaches may name it
+                continue
             self.waiting.setdefault(name, []).append((kind, x, f"{path}.{name}".lstrip(".")))
-            if name.startswith("__") and name not in _MAKERS and not _torchs(kind):
+            if name.startswith("__") and not _torchs(kind):
                 self.names.add(name)  # as __call__, which no code names
 
 

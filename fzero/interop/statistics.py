@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +45,7 @@ def with_buffers(
     def split(params: Any) -> tuple[Any, Any]:
         return (params, None) if trained is None else tree.partition(params, lambda path, _: path in trained)
 
+    @wraps(loss)  # errors name the loss
     def swapped(train: Any, batch: Any, buffers: Any, frozen: Any) -> tuple[Tensor, Any]:
         return loss(tree.merge(train, frozen), buffers, batch)
 

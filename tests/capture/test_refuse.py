@@ -76,6 +76,34 @@ def test_dropout_that_draws_nothing_is_fine() -> None:
     agrees(loss)
 
 
+def _leaves_out(y: Tensor) -> Tensor:
+    return y if torch.rand(()) < 0.5 else 2 * y  # here
+
+
+def _in_order(y: Tensor) -> Tensor:
+    return sum((i * y[j] for i, j in enumerate(torch.randperm(3).tolist())), y.sum())  # here
+
+
+def _as_many(y: Tensor) -> Tensor:
+    return y[: int(torch.randint(1, 3, ()) + torch.tensor(1))]  # here
+
+
+@pytest.mark.parametrize("fn", [_leaves_out, _in_order, _as_many], ids=lambda fn: fn.__name__.strip("_"))
+def test_a_road_that_a_draw_decides_is_refused_with_what_to_do(fn: Callable[[Tensor], Tensor]) -> None:
+    spec = fzero.Spec(loss=lambda p, b: mean_square(p, b) + fn(b @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init(params(), spec, key=fzero.random.key(0))
+    said(CaptureError, lambda: fzero.step(state, batch()), here(fn), "It is drawn at random", "before fzero.step")
+
+
+def test_what_an_input_decides_beside_a_draw_is_no_draw() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return mean_square(p, b) * (1 if (torch.rand(()) * b.sum()) < 0.5 else 2)  # here
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init(params(), spec, key=fzero.random.key(0))
+    assert "drawn" not in said(CaptureError, lambda: fzero.step(state, batch()), here(loss), "torch.where")
+
+
 def test_keyed_randomness_is_fine_and_draws_anew_each_step() -> None:
     def step(s: Any, b: Tensor) -> Any:
         key = fzero.random.fold_in(fzero.random.key(1), s["n"])

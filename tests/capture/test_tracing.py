@@ -223,6 +223,13 @@ def test_a_branch_on_a_value_is_refused_with_its_line(fn: Callable[[Tensor], Any
     refused(lambda p, b: mean_square(p, b) * fn(p["w"]), here(fn), "which is known only when it runs", "torch.where")
 
 
+def test_a_list_of_values_is_refused_with_its_line() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return mean_square(p, b) * b.sum().tolist()  # here
+
+    refused(loss, here(loss), "which is known only when it runs", "x.item()")
+
+
 def test_branches_without_values_are_fine() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         y = torch.where(b > 0, b, 2.0) * p["w"]

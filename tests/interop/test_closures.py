@@ -284,6 +284,30 @@ def test_what_only_made_a_module_is_not_what_its_forward_sees() -> None:
     assert torch.equal(apply(params, buffers, X), net(X))
 
 
+def test_a_default_that_made_a_module_is_not_what_its_forward_sees() -> None:
+    """Code that forward reaches names `__init__`, as that of torchtune's LoRA does, and an activation that is a default
+    was taken for weights that forward sees."""
+
+    shared = nn.SiLU()
+
+    def made() -> Any:
+        return super(dict, {}).__init__
+
+    class Layer(nn.Module):
+        def __init__(self, activation: nn.Module = shared) -> None:
+            super().__init__()
+            self.linear, self.activation = nn.Linear(4, 4), activation
+
+        def forward(self, x: Tensor) -> Tensor:
+            made()
+            return self.activation(self.linear(x))  # type: ignore[no-any-return]
+
+    layer = Layer()
+    params, buffers, apply = from_module(layer)
+    x = torch.ones(2, 4)
+    assert torch.equal(apply(params, buffers, x), layer(x))
+
+
 # --- what no copy can follow ------------------------------------------------------------------------------------------
 
 

@@ -201,6 +201,22 @@ def test_frozen_parameters_beside_statistics_stay_as_they_are() -> None:
         torch.testing.assert_close(ends[name], value.detach())
 
 
+def test_errors_of_a_loss_with_statistics_name_it() -> None:
+    """They named fzero's own function around it."""
+    net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    params, buffers, apply = from_module(net, mutable=True)
+
+    def loss(params: Any, buffers: Any, batch: Tensor) -> Any:
+        output, buffers = apply({**params, "1.bias": torch.zeros(4)}, buffers, batch)
+        return output.square().mean(), buffers
+
+    first, step = fzero.interop.with_buffers(loss, params, buffers, fzero.optim.sgd(0.1))
+    line = rf"'1.bias' gets no gradient from the loss loss \(test_module.py:{loss.__code__.co_firstlineno}\)"
+    with pytest.raises(fzero.CaptureError, match=line):
+        fzero.step(fzero.init(first, fzero.Spec(step=step)), torch.randn(8, 4))
+    fzero.step(fzero.init(first, fzero.Spec(step=step, allow_unused=True)), torch.randn(8, 4))
+
+
 def test_later_changes_of_the_module_do_not_reach_apply() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval()
     params, buffers, apply = from_module(module)
