@@ -16,7 +16,7 @@ import threading
 import timeit
 import types
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -1140,3 +1140,31 @@ def test_a_pause_in_another_thread_is_none() -> None:
         sys.settrace(before)
     assert followed is not None
     assert after is None
+
+
+@dataclasses.dataclass
+class Inner:
+    alpha: float = 0.5
+
+
+@dataclasses.dataclass
+class Outer:
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    several: list[Inner] = dataclasses.field(default_factory=lambda: [Inner(), Inner()])
+
+
+@pytest.mark.parametrize("copied", [
+    lambda x: dataclasses.asdict(x)["inner"]["alpha"], lambda x: dataclasses.astuple(x)[1][1][0],
+    lambda x: copy.deepcopy(x).several[1].alpha,
+], ids=["asdict", "astuple", "deepcopy"])  # fmt: skip
+def test_what_a_copy_reads_of_the_objects_within(copied: Callable[[Any], float]) -> None:
+    """A change of a field of a field went unseen."""
+    args = Outer()
+
+    def loss(p, b):
+        return copied(args) * (b @ p["w"]).square().mean()
+
+    state = fzero.step(fzero.step(state_of(loss), X), X)
+    args.inner.alpha = args.several[1].alpha = 0.25
+    with pytest.raises(CaptureError, match=r"\['alpha'\], which .* reads, was 0.5 and is 0.25"):
+        fzero.step(state, X)

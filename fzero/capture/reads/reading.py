@@ -34,7 +34,7 @@ from fzero.capture.reads.place_table import PlaceTable
 from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, ReadPlace, Spot
 from fzero.capture.reads.worth import MISSING
 
-_OF_ALL_FIELDS = (dataclasses.asdict, dataclasses.astuple, dataclasses.replace, copy.copy, copy.deepcopy)
+_OF_ALL_FIELDS = (dataclasses.asdict, dataclasses.astuple, dataclasses.replace, copy.copy, copy.deepcopy, dict)
 _EXTREMES = (NameChain("max", "global"), NameChain("min", "global"))  # of what was met so far: it is no count
 
 
@@ -183,7 +183,8 @@ class Reading:
             self.table.end(value, str(chain), where, place, 0)
             self.moves.given(value, str(chain), where, callee)
             if any(self._function(callee, frame) is fn for fn in _OF_ALL_FIELDS) and hasattr(value, "__dict__"):
-                self.table.end(vars(value), str(chain), where, place, 0)
+                for name, fields in (str(chain), vars(value)), *_fields_within(vars(value), str(chain), 0):
+                    self.table.end(fields, name, where, place, 0)
 
     def _asked(self, use: Use, frame: types.FrameType, where: str) -> None:
         """Notes what a use takes from its owner, if it ends in a method that may."""
@@ -264,6 +265,18 @@ def _running(raw: Any, code: types.CodeType) -> list[types.FunctionType]:
     """The functions of this code that a class's attribute runs."""
     fns = (fn for outer in worth.functions_of(raw) for fn in worth.within(outer))
     return [fn for fn in fns if isinstance(fn, types.FunctionType) and fn.__code__ is code]
+
+
+def _fields_within(value: Any, name: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields of the dataclasses that a value holds, each with its name: what copies all of it reads these too."""
+    if depth > read_places.DEEP:
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        yield name, vars(value)
+        value = vars(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, part in items:
+        yield from _fields_within(part, f"{name}[{key!r}]", depth + 1)
 
 
 def _class_of(owner: Any) -> type:
