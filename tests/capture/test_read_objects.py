@@ -513,3 +513,29 @@ def test_a_configuration_that_is_read_as_a_whole(case: str, tmp_path: Path, monk
     with pytest.raises(CaptureError, match=r"config\['(weights|listed)'\].* which .* reads, was .* and is "):
         fzero.step(state, X)
     sys.modules.pop("wholes_of_a_library")
+
+
+@dataclasses.dataclass
+class Part:
+    names: list[str] = dataclasses.field(default_factory=lambda: [f"a long name {i}" for i in range(30)])
+    alpha: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    part: Part = dataclasses.field(default_factory=Part)
+    rate: float = 1.0
+
+
+def test_what_differs_is_named_where_the_texts_are_cut_short() -> None:
+    """It said: was Whole(...) and is another Whole(...)."""
+    held = {"args": Whole()}
+
+    def ask() -> float:
+        args = held["args"]
+        return args.part.alpha * args.rate
+
+    state = fzero.step(begun(ask), X)
+    held["args"] = dataclasses.replace(held["args"], part=Part(alpha=0.25))
+    with pytest.raises(CaptureError, match=r"args.*\.part\.alpha, which .* reads, was 0.5 and is 0.25"):
+        fzero.step(state, X)

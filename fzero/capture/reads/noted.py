@@ -20,7 +20,7 @@ from torch import nn
 
 from fzero.capture.reads.module_parts import ModuleParts
 from fzero.capture.reads.read_places import ATTRIBUTE, COPY, ENTRY, ITEM, ReadPlace
-from fzero.capture.reads.worth import DESCRIPTORS, FIXED, MISSING, same_code, shown
+from fzero.capture.reads.worth import DESCRIPTORS, FIXED, MISSING, apart, same_code, shown
 
 REMEDY = (
     "A program reads it once, when it is traced. Pass what changes in the batch, keep it in the state, or trace a new "
@@ -44,7 +44,7 @@ class Change:
             return f"{self.place.name}, which {self.place.where} reads, is another object: {self.within}"
         old = self.place.behind if self.place.value is MISSING else self.place.value
         parts = getattr(self.place.key, "__self__", None)
-        told = parts.told if isinstance(parts, ModuleParts) else lambda *x: x
+        told = parts.told if isinstance(parts, ModuleParts) else apart
         name, old, new = told(self.place.name, old, self.now)
         was, now = shown(old), shown(new)
         return f"{name}, which {self.place.where} reads, was {was} and is {'another ' * (was == now)}{now}"

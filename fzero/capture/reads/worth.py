@@ -117,6 +117,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+_DEPTH = 5  # of the parts of a value in which a message looks for what differs
+
+
 def is_traced(value: Any) -> bool:
     """Whether a value is an input's, or computed from one: a tensor of the trace."""
     return isinstance(value, torch.Tensor) and is_fake(value)
@@ -134,6 +137,32 @@ def shown(value: Any) -> str:
     if isinstance(value, nn.Module):
         return type(value).__name__
     return " ".join(reprlib.repr(value).split())  # of some configurations it has lines
+
+
+def apart(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """(name, old, new) of the part in which two values of a name differ, where their texts are cut short.
+
+    >>> apart("sizes", [[1] * 20, [2] * 20], [[1] * 20, [2] * 19 + [3]])
+    ('sizes[1][19]', 2, 3)
+    """
+    was, now = shown(old), shown(new)
+    return (_difference(name, old, new, _DEPTH) if was == now or "..." in was + now else None) or (name, old, new)
+
+
+def _difference(name: str, old: Any, new: Any, depth: int) -> tuple[str, Any, Any] | None:
+    if same(old, new) or depth == 0:
+        return None
+    if type(old) is not type(new):
+        return name, old, new
+    if isinstance(old, dict):
+        parts = [(f"{name}[{key!r}]", old[key], new[key]) for key in old if key in new]
+    elif isinstance(old, (list, tuple)):
+        parts = [(f"{name}[{i}]", a, b) for i, (a, b) in enumerate(zip(old, new, strict=False))]
+    elif hasattr(old, "__dict__"):
+        parts = [(f"{name}.{key}", vars(old)[key], vars(new)[key]) for key in vars(old) if key in vars(new)]
+    else:
+        return name, old, new
+    return next(filter(None, (_difference(*part, depth - 1) for part in parts)), None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
