@@ -38,7 +38,7 @@ def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor of one dim without gaps, as a view. One element may have any stride.
+    """The bytes of a tensor of one dim without gaps, as a view. One element, or none, may have any stride.
 
     Raises RuntimeError for several that have gaps."""
-    return (as_it_lies(tensor) if tensor.numel() == 1 else tensor).view(torch.uint8)
+    return (as_it_lies(tensor) if tensor.numel() <= 1 else tensor).view(torch.uint8)
