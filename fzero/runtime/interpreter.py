@@ -21,6 +21,7 @@ import torch
 
 from fzero.errors import FzeroError
 from fzero.ir.mesh import Mesh
+from fzero.ir.messages import flat_bytes
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.runtime.handlers import Rank, spoil, steps
@@ -186,7 +187,7 @@ class LocalComm:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(*(flat_bytes(x.contiguous().reshape(-1)) for x in (a, b)))
 
 
 def _complete(transfers: Sequence[_Transfer]) -> None:

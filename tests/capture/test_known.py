@@ -152,6 +152,17 @@ def test_a_closed_over_tensor_stays_as_it_is_while_the_step_is_traced() -> None:
     assert state.metrics["loss"] == (X @ params()["w"]).sum()
 
 
+@pytest.mark.parametrize("flags", [torch.arange(10.0)[::5], torch.arange(10.0)[::5][:1], torch.tensor(1.5).expand(0)])
+def test_a_closed_over_tensor_of_any_strides_may_be_asked_for(flags: Tensor) -> None:
+    """It ended in torch's RuntimeError: 'self.stride(-1) must be 1'."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return (b @ p["w"]).sum() * (2.0 if (flags < 7).all() else 1.0)
+
+    state = fzero.step(fzero.init(params(), fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1))), X)
+    assert state.metrics["loss"] == 2 * (X @ params()["w"]).sum()
+
+
 def test_a_change_of_what_decided_the_program_is_an_error_and_of_another_tensor_is_none() -> None:
     flags, scale = torch.tensor([True, False]), torch.ones(2)
 

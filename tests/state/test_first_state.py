@@ -15,6 +15,7 @@ from fzero.compile.resolve import mesh_of
 from fzero.compile.state_recipe import recipe_for
 from fzero.state import source as sources
 from fzero.state import storage
+from fzero.state.first_state import fingerprint
 from fzero.state.source import Entry, Source
 
 SHARD = {"rows": P("tp", None), "columns": P(None, "tp"), "fused": P(groups("tp", 3), None), "bias": P("tp")}
@@ -105,3 +106,13 @@ def test_parameters_with_hooks_on_their_gradients_are_refused() -> None:
         fzero.init({"w": w}, spec)
     hook.remove()
     assert fzero.init({"w": w}, spec).step == 0
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.arange(10.0)[::5], torch.arange(10.0)[::5][:1], torch.tensor(1.5).expand(4), torch.tensor(1.5).expand(0)],
+    ids=["strided", "one", "expanded", "empty"],
+)
+def test_a_fingerprint_is_of_the_values(leaf: Tensor) -> None:
+    """`init` on several ranks ended in torch's RuntimeError where a leaf was a column, or `torch.zeros(1).expand(n)`."""
+    assert fingerprint(leaf) == fingerprint(torch.tensor(leaf.tolist()))
