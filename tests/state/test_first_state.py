@@ -114,5 +114,5 @@ def test_parameters_with_hooks_on_their_gradients_are_refused() -> None:
     ids=["strided", "one", "expanded", "empty"],
 )
 def test_a_fingerprint_is_of_the_values(leaf: Tensor) -> None:
-    """`init` on several ranks ended in torch's RuntimeError where a leaf was a column, or `torch.zeros(1).expand(n)`."""
+    """`init` on several ranks ended in a RuntimeError of torch where a leaf was a column, or was expanded."""
     assert fingerprint(leaf) == fingerprint(torch.tensor(leaf.tolist()))
