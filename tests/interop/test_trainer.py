@@ -1,6 +1,7 @@
 """`fzero.interop.Trainer` beside the stock Trainer: the same losses, norms, rates, evaluations, predictions, from the
 same script; and what it leaves on disk."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from trainers import OURS, STOCK, TASKS, Result, make, on_rank, result, trained 
 
 CLOSE = 1e-5
 SHORT = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 4}  # eight steps are more than an epoch
+# softmax sees no bias of the keys: its gradient is rounding, of which Adam makes whole steps
+KEYS = re.compile(r"(k_proj|key|c_attn)\.bias$")
 WHOLE = {"max_steps": 50, "eval_strategy": "steps", "eval_steps": 25}
 
 
@@ -55,7 +58,9 @@ def test_it_trains_as_the_stock_trainer_does(name: str, tmp_path: Path, whole: b
         pytest.importorskip("peft")
     ours, stock = both(tmp_path, name, **(WHOLE if whole else SHORT))
     assert_alike(ours, stock)
-    assert max(float((ours.params[n] - stock.params[n]).abs().max()) for n in ours.params) < 1e-4
+    apart = {n: float((ours.params[n] - stock.params[n]).abs().max()) for n in ours.params}
+    assert max(gap for n, gap in apart.items() if not KEYS.search(n)) < 1e-6
+    assert max(apart.values()) < 50 * 5e-5  # steps of so much
 
 
 @pytest.mark.parametrize("name", TASKS)
