@@ -178,7 +178,8 @@ def _is_subclass(value: torch.Tensor) -> bool:
 
 def _is_drawn(args: tuple[Any, ...]) -> bool:
     """Whether what an op reads is made of random numbers, and of no input."""
-    nodes = [] if (recorder := recording()) is None else [recorder.nodes.get(x) for x in fx_values.tensors(args)]
+    recorder = recording()
+    nodes = [] if recorder is None else [recorder.nodes.get(x) for x in fx_values.tensors(args)]
     seen, drawn = set(nodes), False
     while nodes:
         if (node := nodes.pop()) is None:
