@@ -177,8 +177,11 @@ class _Placing:
 
     def _is_near(self, last: int, index: int, held: Ref) -> bool:
         """Whether no run comes between two uses but elementwise work on one other bucket, which takes little time: as
-        the gradients and the update of the layer before. What has other parts of the same would be held whole."""
+        the gradients and the update of the layer before. What has other parts of the same would be held whole; and
+        where nothing is fetched ahead, to hold a copy costs memory that a fetch does not."""
         runs = self.runs[bisect_left(self.runs, last) : bisect_left(self.runs, index)]
+        if self.ahead == 0:
+            return len(runs) <= 1
         others: set[str | None] = {None, self._bucket(held)}
         most = len(others) + 1
         for op in (self.ops[at] for at in runs[1:]):
