@@ -197,6 +197,8 @@ OTHERS = {
     "unique": ("torch/functional.py:", "torch.sort keeps the shape"),
     "repeat": ("Say output_size=",),
     "one_hot": ("Say num_classes=",),
+    "index": ("Instead of x[i] write",),
+    "slice": ("Instead of x[i] write",),
 }
 
 
