@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fzero import backend
 from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.provenance import name_of
-from fzero.ir.messages import flat_bytes
+from fzero.ir.messages import bytes_of
 from fzero.ir.op_info import of
 
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
@@ -249,7 +249,7 @@ def _memory(tensor: torch.Tensor) -> bytes:
     """The bytes of a small tensor on the host; of another none."""
     if not backend.of(tensor.device).on_host or tensor.nbytes > MOST_BYTES:
         return b""
-    return flat_bytes(tensor.detach().contiguous().reshape(-1)).numpy().tobytes()
+    return bytes_of(tensor).numpy().tobytes()
 
 
 def _storage(value: torch.Tensor) -> int:

@@ -42,3 +42,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises RuntimeError for several that have gaps."""
     return (as_it_lies(tensor) if tensor.numel() <= 1 else tensor).view(torch.uint8)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor of any shape and strides, in the order of its elements; of a copy where it has gaps."""
+    return flat_bytes(tensor.detach().contiguous().reshape(-1))

@@ -21,7 +21,7 @@ import torch
 
 from fzero.errors import FzeroError
 from fzero.ir.mesh import Mesh
-from fzero.ir.messages import flat_bytes
+from fzero.ir.messages import bytes_of
 from fzero.ir.op import Op
 from fzero.ir.program import Program
 from fzero.runtime.handlers import Rank, spoil, steps
@@ -187,7 +187,7 @@ class LocalComm:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(*(flat_bytes(x.contiguous().reshape(-1)) for x in (a, b)))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 def _complete(transfers: Sequence[_Transfer]) -> None:

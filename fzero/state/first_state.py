@@ -27,7 +27,7 @@ from fzero.capture.provenance import describe
 from fzero.capture.tracing import lifted, trace
 from fzero.errors import TreeError, leaf_name
 from fzero.ir import fx_nodes, op_info, segments
-from fzero.ir.messages import flat_bytes
+from fzero.ir.messages import bytes_of
 from fzero.plan.state_plan import Plan
 from fzero.state import storage
 from fzero.state.order import Order
@@ -133,7 +133,7 @@ class Recipe:
 def fingerprint(value: torch.Tensor) -> str:
     """A digest of a tensor's bits, from sums of pieces as integers, so that it needs little memory."""
     value = torch.view_as_real(value) if value.is_complex() else value
-    pieces = flat_bytes(value.detach().contiguous().reshape(-1)).split(1 << 15)
+    pieces = bytes_of(value).split(1 << 15)
     sums = [torch.nn.functional.pad(piece, (0, -len(piece) % 8)).view(torch.int64).sum() for piece in pieces]
     return hashlib.blake2b(repr(torch.stack(sums).tolist()).encode(), digest_size=8).hexdigest()
 

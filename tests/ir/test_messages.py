@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fzero.ir.messages import flat_bytes
+from fzero.ir.messages import bytes_of, flat_bytes
 
 
 @pytest.mark.parametrize("length", [0, 1])
@@ -19,3 +19,10 @@ def test_several_have_no_gaps() -> None:
     assert flat_bytes(torch.tensor([1.0, 2.0])).numel() == 8
     with pytest.raises(RuntimeError, match="stride"):
         flat_bytes(torch.zeros(4)[::2])
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(6.0).view(2, 3).t(), torch.arange(9.0)[::4], torch.arange(9.0)[::5][:1]]
+)
+def test_bytes_are_in_the_order_of_the_elements(tensor: torch.Tensor) -> None:
+    assert bytes_of(tensor).tolist() == torch.tensor(tensor.flatten().tolist()).view(torch.uint8).tolist()

@@ -182,12 +182,11 @@ class _Placing:
         runs = self.runs[bisect_left(self.runs, last) : bisect_left(self.runs, index)]
         if self.ahead == 0:
             return len(runs) <= 1
-        others: set[str | None] = {None, self._bucket(held)}
-        most = len(others) + 1
+        own, others = {None, self._bucket(held)}, set[str | None]()
         for op in (self.ops[at] for at in runs[1:]):
             names = [self.home.get(ref.name, ref.name) for ref in (*op.reads, *op.writes)]
-            others |= {self.program.buffers[name].bucket for name in names}
-            if not op.is_flat or held.name in names or len(others) > most:
+            others |= {self.program.buffers[name].bucket for name in names} - own
+            if not op.is_flat or held.name in names or len(others) > 1:
                 return False
         return True
 
