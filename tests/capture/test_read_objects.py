@@ -518,6 +518,7 @@ def test_a_configuration_that_is_read_as_a_whole(case: str, tmp_path: Path, monk
 @dataclasses.dataclass
 class Part:
     names: list[str] = dataclasses.field(default_factory=lambda: [f"a long name {i}" for i in range(30)])
+    table: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(3))  # an equal one is no difference
     alpha: float = 0.5
 
 
@@ -536,6 +537,6 @@ def test_what_differs_is_named_where_the_texts_are_cut_short() -> None:
         return args.part.alpha * args.rate
 
     state = fzero.step(begun(ask), X)
-    held["args"] = dataclasses.replace(held["args"], part=Part(alpha=0.25))
+    held["args"] = dataclasses.replace(held["args"], part=Part(table=torch.zeros(3), alpha=0.25))
     with pytest.raises(CaptureError, match=r"args.*\.part\.alpha, which .* reads, was 0.5 and is 0.25"):
         fzero.step(state, X)

@@ -160,8 +160,8 @@ def _difference(name: str, old: Any, new: Any, depth: int) -> tuple[str, Any, An
         parts = [(f"{name}[{i}]", a, b) for i, (a, b) in enumerate(zip(old, new, strict=False))]
     elif hasattr(old, "__dict__"):
         parts = [(f"{name}.{key}", vars(old)[key], vars(new)[key]) for key in vars(old) if key in vars(new)]
-    else:
-        return name, old, new
+    else:  # of equal arrays, say, it is not known that they are equal
+        return (name, old, new) if is_fixed(old) or shown(old) != shown(new) else None
     return next(filter(None, (_difference(*part, depth - 1) for part in parts)), None)
 
 
