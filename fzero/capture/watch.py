@@ -26,6 +26,7 @@ from fzero.capture import (  # these fill the column `traced`, and `refuse.REPLA
     ctc,  # noqa: F401
     embedding_bag,  # noqa: F401
     host_values,  # noqa: F401
+    margin_loss,  # noqa: F401
     mixed_dtypes,
 )
 from fzero.capture.cast_first import CAST
