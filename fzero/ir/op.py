@@ -169,6 +169,11 @@ class Op:
         return None if (phase := self.get("phase")) is None else StepPhase(phase)
 
     @property
+    def is_between(self) -> bool:
+        """Whether it is between the parts of a step, a run of no region and no phase: as a sum over microbatches."""
+        return self.is_run and self.region is None and self.phase is None
+
+    @property
     def in_region(self) -> bool:
         """Whether it executes a segment of a `value_and_grad`."""
         return self.computes and self.region is not None

@@ -1,9 +1,9 @@
 """prefetch: a gather starts some segments before it is needed, within a byte cap.
 
-Each gather of a parameter moves up past `depth` segments, but never past an update of its source. The gathered buffers
-alive at any moment stay under the cap. The wait stays at the first use. Depth 1 is "one block ahead". The cap is the
-program's `gather_cap_bytes`, which verify checks. It is the caller's, or the bytes that this depth needs. The smallest
-possible cap is that of depth 0.
+Each gather of a parameter moves up past `depth` segments, but never past an update of its source. Sums over
+microbatches are short, and no segments in this sense. The gathered buffers alive at any moment stay under the cap. The
+wait stays at the first use. Depth 1 is "one block ahead". The cap is the program's `gather_cap_bytes`, which verify
+checks. It is the caller's, or the bytes that this depth needs. The smallest possible cap is that of depth 0.
 
 In a pipeline, what stays gathered until the end of the step is gathered at its start, unless the depth is 0: roles that
 wait for their first microbatch have time, and later each role would wait in turn for the one before.
@@ -63,7 +63,7 @@ def _kept_for_next(program: Program, depth: int, cap: int | None, levels: list[i
     anew; the bytes that are gathered at each.) No more than `cap` bytes are kept at once."""
     ops, edits, levels = program.ops, rewrite.Edits(), list(levels)
     reads, writes = rewrite.reads_of(ops), rewrite.writes_of(ops)
-    passed = [0, *accumulate(op.computes for op in ops)]
+    passed = [0, *accumulate(map(_hides, ops))]
     waits = defaultdict[str, list[int]](list)
     for index, op in enumerate(ops):
         if op.is_wait:
@@ -93,6 +93,11 @@ def _kept_for_next(program: Program, depth: int, cap: int | None, levels: list[i
     return edits.spliced(ops), [level for i, level in enumerate(levels) if i not in dropped]
 
 
+def _hides(op: Op) -> bool:
+    """Whether a gather may be hidden behind an op: a segment, but not what is short, as a sum over microbatches."""
+    return op.computes and not op.is_between
+
+
 def _parameter(program: Program, op: Op) -> bool:
     return program.buffers[op.writes[0].name].kind == "gathered"
 
@@ -114,7 +119,7 @@ def _earlier(ops: list[Op], index: int, depth: int, room: int | None, levels: li
         full = room is not None and levels[target] > room
         if passed >= depth or full or any(ref.name == source for ref in ops[target].writes):
             break
-        if ops[target].computes:
+        if _hides(ops[target]):
             best, passed = target, passed + 1
     return best
 

@@ -1,6 +1,7 @@
 """schedule_reductions: a gradient bucket is reduced when it is complete, beside compute.
 
-A sum over microbatches follows as soon as both of its terms are there. A reduction starts when its bucket is complete,
+A sum over microbatches follows as soon as both of its terms are there. Nothing is waited for earlier on its account:
+the last reductions of a microbatch are beside the forward of the next. A reduction starts when its bucket is complete,
 and a sum over a further axis when what it sums has arrived. No more than the gradients of a layer are in flight: before
 one starts that would be more, the first are waited for. Without overlap each is waited for at once.
 
@@ -46,12 +47,13 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     kept = {target for target, bucket in bucket_of.items() if bucket in at_end}
     piped = program.role is not None
     if not overlap or (piped and kept) or any(len(op.writes) > 1 for op in starts):
-        ops = _soon(ops, [op for op in first if op.target not in kept], overlap)
+        some = [op for op in first if op.target not in kept]
+        ops = _soon(_sums_late(ops, some), some, overlap)
         ops = _staggered(ops, kept) if overlap else ops
     else:
         once = {target for target, bucket in bucket_of.items() if piped and often[bucket] == 1}
         for some in (first, [op for op in starts if op.axis != axis_of[bucket_of[op.target]]]):
-            ops = _sums_early(_beside(program, ops, some, once - kept, kept))
+            ops = _sums_early(_beside(program, _sums_late(ops, some), some, once - kept, kept))
     return rewrite.finish(program, "schedule_reductions", ops=_sums_early(ops))
 
 
@@ -171,14 +173,24 @@ def _most_of_a_layer(program: Program) -> int:
     return max(layers.values(), default=0) or max((bucket.length for bucket in program.buckets.values()), default=0)
 
 
+def _sums_late(ops: list[Op], starts: Sequence[Op]) -> list[Op]:
+    """Moves each sum over microbatches of what these bring right before the first op that touches what it does."""
+    return _sums_moved(ops[::-1], {op.target for op in starts})[::-1]
+
+
 def _sums_early(ops: list[Op]) -> list[Op]:
-    """Moves each sum over microbatches right behind the last op that it needs."""
+    """Moves each sum over microbatches right behind the last op that touches what it does."""
+    return _sums_moved(ops)
+
+
+def _sums_moved(ops: list[Op], of: Collection[str] | None = None) -> list[Op]:
+    """Moves sums over microbatches, all or those of some buffers, right behind the last op that touches what they do."""
     places: list[tuple[int, ...]] = []  # of each op, in an order in which there is always room behind one
     last: dict[str, tuple[int, ...]] = {}  # place of the last op that touches a buffer
     for index, op in enumerate(ops):
         names = {ref.name for ref in (*op.reads, *op.writes)}
         place: tuple[int, ...] = (index,)
-        if op.is_run and op.is_flat and op.phase is None:
+        if op.is_between and (of is None or not names.isdisjoint(of)):
             place = (*max((last[name] for name in names if name in last), default=(-1,)), -index)
         places.append(place)
         last.update({name: max(place, last.get(name, place)) for name in names})

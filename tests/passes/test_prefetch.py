@@ -26,22 +26,22 @@ TEXT = "".join(
 ) + """
     buffer h f32[8] activation
     buffer m f32[64] scratch bucket=b0
-    run h -> h
+    run h -> h  region=r0
     all_gather p0 -> f0  axis=dp
     wait f0
-    run f0 -> h
+    run f0 -> h  region=r0
     all_gather p1 -> f1  axis=dp
     wait f1
-    run f1 -> h
+    run f1 -> h  region=r0
     all_gather p2 -> f2  axis=dp
     wait f2
-    run f2 f1 -> h
+    run f2 f1 -> h  region=r0
     all_gather p0 -> m  axis=dp
     wait m
     update m -> p3
     all_gather p3 -> f3  axis=dp
     wait f3
-    run f3 -> h  # last
+    run f3 -> h  region=r0  # last
 """  # fmt: skip
 ONE = 64 * 4  # bytes of one that is gathered
 
@@ -66,6 +66,15 @@ def test_a_gather_passes_as_many_runs_as_the_depth() -> None:
     assert [line for line in shown(prefetch(written(TEXT)).ops) if "wait" in line] == [
         line for line in shown(written(TEXT).ops) if "wait" in line
     ]
+
+
+def test_sums_over_microbatches_hide_nothing() -> None:
+    """They are short: a gather that passed one instead of a layer was not hidden."""
+    text = TEXT.replace("    all_gather p1", "    run s h -> s  flat=1\n    all_gather p1").replace(
+        "    buffer h", "    buffer s f32[8] grad\n    buffer h"
+    )
+    assert [line for line in starts(text) if line != "s"] == starts()
+    assert starts(text)[1:5] == ["h", "f1", "f0", "s"]
 
 
 def test_in_a_pipeline_what_stays_gathered_starts_at_the_beginning() -> None:
@@ -122,7 +131,7 @@ def test_soft_bytes_hold_back_early_starts_and_refuse_nothing() -> None:
 
 
 def drawn(numbers: random.Random, layers: int = 6) -> Program:
-    """Layers of different sizes, of which some runs use two."""
+    """Layers of different sizes, of which some runs use two, and sums of a value over microbatches."""
     sizes = [32 * numbers.randint(1, 4) for _ in range(layers)]
     records = "".join(
         f"bucket b{n} length={size} w{n}[0:{size}:{size}]\n"
@@ -130,10 +139,11 @@ def drawn(numbers: random.Random, layers: int = 6) -> Program:
         for n, size in enumerate(sizes)
     )
     ops = "".join(
-        f"all_gather p{n} -> f{n}  axis=dp\nwait f{n}\nrun f{n} f{max(n - numbers.randint(0, 2), 0)} -> h\n"
+        f"all_gather p{n} -> f{n}  axis=dp\nwait f{n}\n"
+        f"run f{n} f{max(n - numbers.randint(0, 2), 0)} -> h  region=r0\n{'run s h -> s' * numbers.randint(0, 1)}\n"
         for n in range(layers)
     )
-    return written(records + "buffer h f32[8] activation\nrun h -> h\n" + ops)
+    return written(records + "buffer h f32[8] activation\nbuffer s f32[8] activation\nrun h -> h  region=r0\n" + ops)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -146,10 +156,10 @@ def test_each_gather_starts_as_early_as_depth_and_cap_allow(seed: int) -> None:
     done = prefetch(before, depth, cap)
     assert max(gathered_bytes(done.ops, done.buffers)) <= cap
     for at, op in enumerate(done.ops):
-        runs = [i for i, each in enumerate(done.ops[:at]) if each.is_run]
+        runs = [i for i, each in enumerate(done.ops[:at]) if each.in_region]
         users = (i for i, each in enumerate(done.ops) if each.is_run and op.target in {ref.name for ref in each.reads})
         first = next(users, at)
-        passed = sum(each.is_run for each in done.ops[at:first])
+        passed = sum(each.in_region for each in done.ops[at:first])
         if op.gathers and runs and passed < depth:
             ops = [*done.ops[: runs[-1]], op, *done.ops[runs[-1] : at], *done.ops[at + 1 :]]
             assert max(gathered_bytes(replace(done, ops=tuple(ops)).ops, done.buffers)) > cap, op

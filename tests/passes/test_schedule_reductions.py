@@ -247,6 +247,26 @@ def test_every_kind_that_brings_gradients_together_moves(kind: str) -> None:
     assert f"{kind} g:a -> r:a  axis=dp" == scheduled(STEP.replace("reduce_scatter g:a", f"{kind} g:a"))[1]
 
 
+@pytest.mark.parametrize("received", [False, True])
+def test_the_last_reduction_of_a_microbatch_is_beside_the_forward_of_the_next(received: bool) -> None:
+    """It was waited for at once, for the sum over microbatches, in all microbatches but the first."""
+    text = """
+        run h -> g:a  region=r0
+        reduce_scatter g:a -> r:a  axis=dp
+        wait r:a
+        run o:a r:a -> o:a  flat=1
+        run h -> n  region=r0
+        run h -> g2:a  region=r0
+        reduce_scatter g2:a -> p:a  axis=dp
+        wait p:a
+        run o:a p:a -> o:a  flat=1
+    """
+    done = scheduled(receiving(text) if received else text)
+    assert done[:3] == [done[0], f"reduce_scatter g:a -> r:a{' s:a' * received}  axis=dp", "run h -> n"]
+    assert done.index("run o:a r:a -> o:a") == done.index("wait r:a") + 1
+    assert (done.index("wait r:a") < done.index("run h -> g2:a")) == received
+
+
 def test_a_sum_over_microbatches_follows_its_last_term() -> None:
     """Elementwise work of no phase comes right behind what it needs; other work of the step stays."""
     text = """
