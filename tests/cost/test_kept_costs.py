@@ -198,7 +198,7 @@ def test_runs_that_begin_at_once_with_one_cache(tmp_path: Path, compile: str) ->
     pipes = [start_ranks(2, train_at_once, tmp_path, run, compile)[1] for run in range(2)]
     found = values([pickle.loads(pipe.recv_bytes()) for pipe in chain(*pipes)])
     assert len(set(found)) == 1
-    files = [*(tmp_path / "cache").iterdir()]
+    files = [path for path in (tmp_path / "cache").iterdir() if path.name != "lowerings"]  # kept if they took long
     kinds = sorted((path.name.split("-")[0], path.suffix) for path in files)
     assert kinds == [(kind, end) for kind in ("buckets", "products", "transfers") for end in (".json", ".lock")]
     assert all(json.loads(path.read_text())["figures"] for path in files if path.suffix == ".json")

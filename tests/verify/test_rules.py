@@ -306,7 +306,7 @@ def test_flat_ranges_of_buckets_that_are_cut_otherwise(good: Program) -> None:
 
 
 def test_a_run_that_writes_over_what_it_reads(good: Program) -> None:
-    at = find(good, lambda op: op.is_run and op.why.startswith("add "))[0]
+    at = find(good, lambda op: op.is_flat and op.why.startswith("add "))[0]
     op = good.ops[at]
     half = replace(op.writes[0], stop=(op.writes[0].stop or 0) // 2)
     what = re.escape(f"writes {half}, which overlaps {op.reads[0]} that it reads")
