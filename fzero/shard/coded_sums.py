@@ -34,7 +34,6 @@ def coded_sums(gm: fx.GraphModule, codec: str) -> fx.GraphModule:
         with graph.inserting_before(node):
             result = _written(graph, node, OPS[codec])
         node.replace_all_uses_with(result)
-        graph.erase_node(node)
     return segments.module(graph)
 
 

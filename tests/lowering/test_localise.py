@@ -87,6 +87,20 @@ def test_a_ranks_graph_holds_nothing_that_nobody_reads() -> None:
         assert not any("claim" in node.meta for node in region.gm.graph.nodes)
 
 
+def test_products_that_are_sums_over_ranks_are_added_before_they_are_summed() -> None:
+    """Of two that are added to a residual one sum is taken."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (x + x[:, :32] @ p["a"] + x[:, 32:] @ p["b"]).square().mean()
+
+    params = {name: torch.empty(32, 64, device="meta") for name in "ab"}
+    rules = {name: P("tp", None) for name in "ab"}
+    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), mesh={"tp": 2}, shard=rules)
+    found = fzero.lower(spec, params, torch.empty(8, 64, device="meta")).sharding
+    assert found is not None
+    assert "region 0, each microbatch: 1 transfers" in str(found)
+
+
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 

@@ -93,3 +93,21 @@ def test_an_average_that_a_loss_reads_is_gathered_layer_by_layer() -> None:
 def test_values_of_some_leaves_of_a_bucket_stay_as_they_are() -> None:
     made, _ = lowered(some, 3)
     assert not any(name.startswith("a") and ":layers" in name for name in made.program.buffers)
+
+
+def test_values_of_two_dtypes_are_no_column_of_a_bucket() -> None:
+    """Each dtype has columns of its own, and neither has a value of every leaf here."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        half = tree.map_with_path(lambda path, p: p.bfloat16() if path.endswith("/b") else p * 0.9, state["params"])
+
+        def mixed(params: Any, x: Tensor) -> Tensor:
+            return loss(tree.map(Tensor.float, params), x)
+
+        value, grads = fzero.value_and_grad(mixed)(half, x)
+        grads = tree.map(Tensor.float, grads)
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        return {"params": optim.apply_updates(state["params"], updates), "opt": opt}, {"loss": value}
+
+    made, _ = lowered(step, 1)
+    assert not any(name.startswith("a") and ":layers" in name for name in made.program.buffers)
