@@ -41,6 +41,9 @@ ALIKE = (
     "on {} this norm needs one dtype. Cast one: F.layer_norm(x.float(), shape, weight, bias).to(x.dtype), or leave out "
     "the rule of Precision(keep=...) for its leaves"
 )
+NARROW = (
+    f"{NO_KERNEL}, or keep the leaves that it reads wide: Precision(compute='bf16', keep={{'<their path>': 'fp32'}})"
+)
 NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 TORCH_SAYS = {
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
@@ -79,7 +82,9 @@ TORCH_SAYS = {
     "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss write "
     "torch.autograd.grad(y, x, create_graph=True)",
     "\" not implemented for '": NO_KERNEL,
-    "Unsupported dtype": NO_KERNEL,
+    "Unsupported dtype": NARROW,
+    "Low precision dtypes not supported": NARROW,  # torch.linalg
+    "half, float and double tensors, but got": NARROW,  # view_as_complex
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 

@@ -251,6 +251,33 @@ def test_in_place_on_intermediates_gives_the_values_of_the_same_work_done_eagerl
     agrees(loss)
 
 
+class _Turned(torch.autograd.Function):
+    """A product of blocks as monarch layers write it: into a transposed buffer, whose turn back is one view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = torch.empty(4, 2, 3).transpose(0, 1)
+        return torch.bmm(x, w, out=out).transpose(0, 1).view(4, 6)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        out = torch.empty(3, 2, 3).transpose(0, 1)
+        torch.bmm(x.mT, grads[0].view(4, 2, 3).transpose(0, 1), out=out)
+        return None, out.transpose(0, 1).view(3, 6).view(3, 2, 3).transpose(0, 1)
+
+
+def test_what_is_written_with_out_keeps_the_strides_of_its_tensor() -> None:
+    """It was refused: "follows in-place work that cannot be made pure ... write x = x.op(...)"."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        blocks = torch.outer(p["w"], p["w"]).expand(2, 3, 3) * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+        return _Turned.apply(torch.stack([b, b + 1]), blocks).square().mean()
+
+    agrees(loss)
+
+
 def test_in_place_on_gradients_in_a_step_gives_the_right_values() -> None:
     def step(s: Any, b: Tensor) -> Any:
         _, grads = fzero.value_and_grad(mean_square)(s["p"], b)
