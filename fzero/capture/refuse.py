@@ -33,6 +33,7 @@ from fzero.capture.remedies import (
     IN_GENERAL,
     IN_PLACE,
     INDEXED,
+    NO_GROUP,
     NO_VIEW,
     RAGGED,
     REMEDIES,
@@ -200,7 +201,8 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func), tracing.failed or place(), drawn=tracing.drawn) from None
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and NO_VIEW not in str(error)):
+        known = NO_VIEW in str(error) or NO_GROUP in str(error)
+        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and not known):
             raise
         where = _frames(error)[0][0] or tracing.failed or place()
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():

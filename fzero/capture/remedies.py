@@ -13,6 +13,13 @@ PLAIN = (
     "The tensors of a step are plain. Pass x.as_subclass(torch.Tensor), and what the class adds as other tensors; "
     "instead of attn_mask=causal_lower_right(q, k) write attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"
 )
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
+NO_GROUP = "Default process group has not been initialized"  # a ValueError
+COLLECTIVE = (
+    "is a collective of torch.distributed, and a program has its own transfers. Leave out what averages gradients, the "
+    "loss or a metric: fzero does that. For another, in a custom step, write fzero.psum or fzero.pmean; "
+    "fzero.axis_index is the rank (docs/recipes.md: a contrastive loss over the global batch)"
+)
 RAGGED = "Rows of several lengths are one padded tensor and a mask of the lengths (torch.arange(T) < lengths[:, None])"
 
 _STACKED = (
@@ -85,6 +92,7 @@ TORCH_SAYS = {
     "Unsupported dtype": NARROW,
     "Low precision dtypes not supported": NARROW,  # torch.linalg
     "half, float and double tensors, but got": NARROW,  # view_as_complex
+    NO_GROUP: f"this {COLLECTIVE}",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 
