@@ -175,7 +175,8 @@ class NoExchange(TorchFunctionMode):
         if func == _SETS_DATA and not _same_memory(*args[:2]):
             raise Refused(
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
-                "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
+                "x = value, or x = value.detach().requires_grad_() for its gradient; of a parameter, compute with the "
+                "new value, and return it from the step to keep it"
             )
         if func == _SETS_DATA:  # `x.data = x.data.to(x.dtype)` puts nothing new there
             return None

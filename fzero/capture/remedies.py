@@ -111,10 +111,11 @@ DRAWN = (
 )
 
 BUFFER = (
-    "self.{} is a buffer that is in the state, or given to the step. If the first call sets it (ActNorm, a codebook), "
+    "self.{0} is a buffer that is in the state, or given to the step. If the first call sets it (ActNorm, a codebook), "
     "run one batch through the module before from_module. One that stays the same leave out of the state, and its "
     "value is known: from_module(module, mutable=(<the names of those that change>,)), and "
-    "apply(params, {{**buffers, **changing}}, x). What changes it at each step, switch off in the module"
+    "apply(params, {{**buffers, **changing}}, x). What changes it at each step, switch off in the module. A place in a "
+    "queue stays a tensor: self.queue[self.{0} + torch.arange(n)] = x, without int()"
 )
 
 INDEXED = (

@@ -193,6 +193,26 @@ def _normed(p: Any, b: Tensor) -> Tensor:
     return (layer(b) * p["w"]).mean()
 
 
+def _walked(p: Any, b: Tensor) -> Tensor:
+    x = b.clone().requires_grad_()
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(((x * p["w"]) ** 2).sum(), [x])
+        x.data = x.data - 0.1 * slope  # here
+    return ((x.detach() * p["w"]) ** 2).mean()
+
+
+def test_a_langevin_walk_runs_with_the_value_that_is_asked_for() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = b.clone().requires_grad_()
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(((x * p["w"]) ** 2).sum(), [x])
+            x = (x.data - 0.1 * slope).detach().requires_grad_()
+        return ((x.detach() * p["w"]) ** 2).mean()
+
+    refused(_walked, "`.data = ...`", here(_walked), "x = value.detach().requires_grad_() for its gradient")
+    agrees(loss)
+
+
 @pytest.mark.parametrize("loss", [_exchanged, _normed])
 def test_a_value_that_is_exchanged_is_refused(loss: Callable[[Any, Tensor], Tensor]) -> None:
     """Not even a dispatch mode sees `x.data = y`: the trace went on with the old value."""
