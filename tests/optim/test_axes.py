@@ -209,8 +209,9 @@ def test_an_optimizer_of_ones_own_that_needs_several_roles_is_refused_by_init(
         fzero.init(params(), fzero.Spec(loss=loss, optimizer=own, mesh={"pp": 2}, microbatches=2))
 
     message = (
-        r"^`outer .*test_axes.py:\d+.*` needs leaves of roles \[0, 1\] of the pipeline for one value\. Only sums over "
-        r"leaves, such as .* for a norm, .* or leave the axis `pp` out$"
+        r"^`outer .*test_axes.py:\d+.*` needs leaves of several roles of the pipeline for one value: "
+        r"blocks/0/square of role 0 and blocks/1/square of role 1\. Only sums over leaves, "
+        r"such as .* for a norm, .* or leave the axis `pp` out$"
     )
     with pytest.raises(fzero.SpecError, match=message):
         start(of_both_blocks)

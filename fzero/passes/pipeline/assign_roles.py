@@ -169,6 +169,11 @@ class Assigned:
         bucket = self.buffers[ref.name].bucket
         return None if bucket is None else self.program.buckets[bucket].role
 
+    def _leaf(self, ref: Ref) -> str:
+        """The path of the first leaf of a reference to a bucket's buffer."""
+        bucket = self.program.buckets[str(self.buffers[ref.name].bucket)]
+        return next((slot.path for slot in bucket.slots if slot.stop > (ref.start or 0)), ref.name)
+
     def _at_home(self, op: Op, role: int) -> tuple[Op, list[tuple[Op, int]]]:
         """(a region's op on its role, copies of gradients into buckets of other roles, each with its role).
 
@@ -234,12 +239,15 @@ class Assigned:
         by_role: dict[int, list[int]] = defaultdict(list)
         for number, nodes in enumerate(needs):
             refs = [op.reads[i] for i, node in enumerate(inputs) if node in nodes] + [op.writes[number]]
-            roles = {role for ref in refs if (role := self._role(ref)) is not None}
+            roles = {role: ref for ref in refs if (role := self._role(ref)) is not None}
             if len(roles) > 1:
+                named = " and ".join(f"{self._leaf(ref)} of role {role}" for role, ref in sorted(roles.items()))
                 raise AcrossRolesError(
-                    f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
+                    f"`{op.why}` needs leaves of several roles of the pipeline for one value: {named}. Only sums over "
                     "leaves, such as x.square().sum() of each for a norm, are taken apart by role. Write such a sum, "
-                    "make it of leaves of one role, put these on one (Pipeline(cut=...)), or leave the axis `pp` out"
+                    "make it of leaves of one role, put these on one (Pipeline(cut=...); without a number in its path "
+                    "a leaf named as an embedding is on the first role, another on the last), or leave the axis `pp` "
+                    "out"
                 )
             by_role[min(roles, default=0)].append(number)
         parts = []
