@@ -3,9 +3,9 @@
 Where a value of its own is changed with scalars alone, and no view of it exists (`add_(eps)` in torch's norms), the
 pure op takes the place of the in-place one. Then nothing needs to run.
 
-An in-place op keeps its tensor's strides. Its pure form may give other strides, which do not allow the views that the
-graph takes. Such a node is found by running. The graph is then run again, with the node's result copied into the old
-value.
+An op that works in place, or with `out=`, keeps its tensor's strides. Its pure form may give other strides, which do
+not allow the views that the graph takes. Such a node is found by running. The graph is then run again, with the node's
+result copied into the old value.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ def _replayed(tracing: Tracing, gm: fx.GraphModule, inputs: Sequence[torch.Tenso
 class _Replay(fx.Interpreter):
     """Runs a graph. Its methods write `node`, `moved` and `constants`.
 
-    node: the node that runs. keep_strides: in-place nodes whose result is copied into the old value, which keeps its
-    strides. moved: in-place nodes that left their operand with other strides than in the trace; views of it may then be
+    node: the node that runs. keep_strides: nodes that write, whose result is copied into the old value, which keeps its
+    strides. moved: those that left what they wrote to with other strides than in the trace; views of it may then be
     impossible. constants: the closed-over tensors by name; `functionalize` wraps them only if it gets them as an
     argument.
     """
@@ -170,12 +170,13 @@ class _Replay(fx.Interpreter):
         return self.constants[target] if target in self.constants else super().get_attr(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs a node, and notes the in-place nodes that change their operand's strides."""
+        """Runs a node, and notes the nodes that change the strides of what they write to."""
         self.node = n
         if as_strided.takes_offset(n):
             self._check_layout(n)
         if n in self.keep_strides:
-            target = fx_nodes.operand(n)
+            target = fx_nodes.source(n)
+            assert target is not None
             old, self.env[target] = self.env[target], self.env[target].clone()
             result = super().run_node(n)
             self.env[target] = old
@@ -195,9 +196,9 @@ class _Replay(fx.Interpreter):
         return None
 
     def _moves(self, n: fx.Node, result: Any) -> bool:
-        """Whether an in-place op on its first operand left it with other strides than when it was traced."""
+        """Whether an op that writes to a tensor and returns it left it with other strides than when it was traced."""
         source = None if fx_nodes.is_view(n) else fx_nodes.source(n)
-        if source is None or source is not n.args[0] or not isinstance(result, torch.Tensor):
+        if source is None or source not in fx_nodes.mutated(n) or not isinstance(result, torch.Tensor):
             return False
         return torch.Tag.inplace_view not in n.target.tags and fx_values.steps(result) != fx_values.steps(n.meta["val"])  # type: ignore[union-attr]
 

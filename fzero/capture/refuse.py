@@ -33,6 +33,7 @@ from fzero.capture.remedies import (
     IN_GENERAL,
     IN_PLACE,
     INDEXED,
+    NO_GROUP,
     NO_VIEW,
     RAGGED,
     REMEDIES,
@@ -174,7 +175,8 @@ class NoExchange(TorchFunctionMode):
         if func == _SETS_DATA and not _same_memory(*args[:2]):
             raise Refused(
                 f"`.data = ...` at {user_line()} puts another value into a tensor, which a trace cannot follow. Write "
-                "x = value; of a parameter, compute with the new value, and return it from the step to keep it"
+                "x = value, or x = value.detach().requires_grad_() for its gradient; of a parameter, compute with the "
+                "new value, and return it from the step to keep it"
             )
         if func == _SETS_DATA:  # `x.data = x.data.to(x.dtype)` puts nothing new there
             return None
@@ -200,7 +202,8 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise _data_dependent(error, str(error.func), tracing.failed or place(), drawn=tracing.drawn) from None
     except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
-        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and NO_VIEW not in str(error)):
+        known = NO_VIEW in str(error) or NO_GROUP in str(error)
+        if isinstance(error, CaptureError) or (isinstance(error, ValueError) and not known):
             raise
         where = _frames(error)[0][0] or tracing.failed or place()
         if "tracing tensor" in str(error) or "data-dependent" in str(error).lower():

@@ -13,6 +13,13 @@ PLAIN = (
     "The tensors of a step are plain. Pass x.as_subclass(torch.Tensor), and what the class adds as other tensors; "
     "instead of attn_mask=causal_lower_right(q, k) write attn_mask=torch.ones(q, k, dtype=torch.bool).tril(k - q)"
 )
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
+NO_GROUP = "Default process group has not been initialized"  # a ValueError
+COLLECTIVE = (
+    "is a collective of torch.distributed, and a program has its own transfers. Leave out what averages gradients, the "
+    "loss or a metric: fzero does that. For another, in a custom step, write fzero.psum or fzero.pmean; "
+    "fzero.axis_index is the rank (docs/recipes.md: a contrastive loss over the global batch)"
+)
 RAGGED = "Rows of several lengths are one padded tensor and a mask of the lengths (torch.arange(T) < lengths[:, None])"
 
 _STACKED = (
@@ -40,6 +47,9 @@ MIXED = (
 ALIKE = (
     "on {} this norm needs one dtype. Cast one: F.layer_norm(x.float(), shape, weight, bias).to(x.dtype), or leave out "
     "the rule of Precision(keep=...) for its leaves"
+)
+NARROW = (
+    f"{NO_KERNEL}, or keep the leaves that it reads wide: Precision(compute='bf16', keep={{'<their path>': 'fp32'}})"
 )
 NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
 TORCH_SAYS = {
@@ -79,7 +89,10 @@ TORCH_SAYS = {
     "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss write "
     "torch.autograd.grad(y, x, create_graph=True)",
     "\" not implemented for '": NO_KERNEL,
-    "Unsupported dtype": NO_KERNEL,
+    "Unsupported dtype": NARROW,
+    "Low precision dtypes not supported": NARROW,  # torch.linalg
+    "half, float and double tensors, but got": NARROW,  # view_as_complex
+    NO_GROUP: f"this {COLLECTIVE}",
     "a dynamo-optimized function": "a torch.compiled function is called. Pass the plain one: fzero compiles the step",
 }
 
@@ -98,10 +111,11 @@ DRAWN = (
 )
 
 BUFFER = (
-    "self.{} is a buffer that is in the state, or given to the step. If the first call sets it (ActNorm, a codebook), "
+    "self.{0} is a buffer that is in the state, or given to the step. If the first call sets it (ActNorm, a codebook), "
     "run one batch through the module before from_module. One that stays the same leave out of the state, and its "
     "value is known: from_module(module, mutable=(<the names of those that change>,)), and "
-    "apply(params, {{**buffers, **changing}}, x). What changes it at each step, switch off in the module"
+    "apply(params, {{**buffers, **changing}}, x). What changes it at each step, switch off in the module. A place in a "
+    "queue stays a tensor: self.queue[self.{0} + torch.arange(n)] = x, without int()"
 )
 
 INDEXED = (

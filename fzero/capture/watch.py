@@ -34,7 +34,7 @@ from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
 from fzero.capture.refuse import Refused, ambient_draw, closed_over_write
-from fzero.capture.remedies import PLAIN, SPARSE
+from fzero.capture.remedies import COLLECTIVE, COLLECTIVES, PLAIN, SPARSE
 from fzero.ir import fx_values
 from fzero.ir.op_info import of
 from fzero.ir.recorder import DEVICE
@@ -82,6 +82,8 @@ class Watch(TorchDispatchMode):
         if func.namespace == "profiler":  # record_function: the trace's own time, no part of the program
             with unwatched():
                 return func(*args, **(kwargs or {}))
+        if func.namespace in COLLECTIVES:
+            raise Refused(f"{func} at {self.where()} {COLLECTIVE}")
         if func is aten.native_batch_norm.default and args[5] and args[3] is not None:
             func = aten._native_batch_norm_legit.default  # the same op, with a schema that marks its writes
         if func._schema.is_mutable:

@@ -5,6 +5,8 @@ keeps the one keeps the other. Where its shape is the parameter's without some d
 dims do that it has: whole, where the dim that is cut is one that it lacks. Of several ways to leave dims out (a
 square matrix) the first such leaf in the tree lacks the later dims, as `row` before `col`.
 
+A leaf whose path goes on behind the parameter's, as Shampoo's two of a matrix, follows it too, and is not cut.
+
 It stays in a bucket of its own geometry: a slice of its parameter's bucket is no slice of it.
 """
 
@@ -52,15 +54,22 @@ def followers(
     >>> classes = [LeafClass(key, ((prefix, i),)) for i, (key, prefix) in enumerate(pairs)]
     >>> followers(classes, [w, row, col], [True, False, False])
     [None, Follows(leader=0, dims=(0,)), Follows(leader=0, dims=(1,))]
+    >>> grams = [LeafClass(("w",), (("params", 0),)), LeafClass(("gram", "w", "0"), (("m", 1),))]
+    >>> followers(grams, [w, w], [True, False])
+    [None, Follows(leader=0, dims=None)]
     """
     leaders = {c.key: number for number, c in enumerate(classes) if any(is_param[i] for _, i in c.members)}
     seen: Counter[tuple[int, tuple[int, ...]]] = Counter()  # followers so far, by their leader and shape
     found: list[Follows | None] = []
     for number, leaf_class in enumerate(classes):
-        tails = (leaf_class.key[cut:] for cut in range(len(leaf_class.key)))
-        leader = next((leaders[tail] for tail in tails if tail in leaders), number)
+        key, size = leaf_class.key, len(leaf_class.key)
+        runs = ((begin, end) for end in range(size, 0, -1) for begin in range(end))  # the ends of the path first
+        leader, end = next(((leaders[key[a:b]], b) for a, b in runs if key[a:b] in leaders), (number, size))
         if leader == number or number in leaders.values():
             found.append(None)
+            continue
+        if end < size:
+            found.append(Follows(leader, None))
             continue
         shape, whole = (tuple(leaves[classes[c].members[0][1]].shape) for c in (number, leader))
         ways = [dims for dims in combinations(range(len(whole)), len(shape)) if tuple(whole[d] for d in dims) == shape]

@@ -193,6 +193,26 @@ def _normed(p: Any, b: Tensor) -> Tensor:
     return (layer(b) * p["w"]).mean()
 
 
+def _walked(p: Any, b: Tensor) -> Tensor:
+    x = b.clone().requires_grad_()
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(((x * p["w"]) ** 2).sum(), [x])
+        x.data = x.data - 0.1 * slope  # here
+    return ((x.detach() * p["w"]) ** 2).mean()
+
+
+def test_a_langevin_walk_runs_with_the_value_that_is_asked_for() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        x = b.clone().requires_grad_()
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(((x * p["w"]) ** 2).sum(), [x])
+            x = (x.data - 0.1 * slope).detach().requires_grad_()
+        return ((x.detach() * p["w"]) ** 2).mean()
+
+    refused(_walked, "`.data = ...`", here(_walked), "x = value.detach().requires_grad_() for its gradient")
+    agrees(loss)
+
+
 @pytest.mark.parametrize("loss", [_exchanged, _normed])
 def test_a_value_that_is_exchanged_is_refused(loss: Callable[[Any, Tensor], Tensor]) -> None:
     """Not even a dispatch mode sees `x.data = y`: the trace went on with the old value."""
@@ -247,6 +267,33 @@ def test_in_place_on_intermediates_gives_the_values_of_the_same_work_done_eagerl
         z.index_add_(0, torch.tensor([1, 3]), y.sum(0)[:2])
         torch._foreach_mul_([z], 2.0)
         return (y.sum(1) + z).pow_(2).mean()
+
+    agrees(loss)
+
+
+class _Turned(torch.autograd.Function):
+    """A product of blocks as monarch layers write it: into a transposed buffer, whose turn back is one view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = torch.empty(4, 2, 3).transpose(0, 1)
+        return torch.bmm(x, w, out=out).transpose(0, 1).view(4, 6)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        out = torch.empty(3, 2, 3).transpose(0, 1)
+        torch.bmm(x.mT, grads[0].view(4, 2, 3).transpose(0, 1), out=out)
+        return None, out.transpose(0, 1).view(3, 6).view(3, 2, 3).transpose(0, 1)
+
+
+def test_what_is_written_with_out_keeps_the_strides_of_its_tensor() -> None:
+    """It was refused: "follows in-place work that cannot be made pure ... write x = x.op(...)"."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        blocks = torch.outer(p["w"], p["w"]).expand(2, 3, 3) * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+        return _Turned.apply(torch.stack([b, b + 1]), blocks).square().mean()
 
     agrees(loss)
 

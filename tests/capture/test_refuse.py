@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from capturing import (
     agrees,
@@ -549,3 +551,41 @@ def test_an_operand_on_another_device_has_the_users_line() -> None:
 
 def lowered_loss(loss: Any) -> None:
     fzero.lower(fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)), {"w": torch.ones(3)}, torch.ones(4, 3))
+
+
+def _gathered_by_all(x: Tensor) -> Tensor:
+    rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)  # here
+    return torch.stack(rows)
+
+
+def _reduced_at_once(x: Tensor) -> Tensor:
+    return funcol.all_reduce(x, "sum", dist.group.WORLD)  # here
+
+
+def _waited_for(x: Tensor) -> Tensor:
+    dist.barrier()  # here
+    return x
+
+
+@pytest.mark.parametrize("exchanged", [_gathered_by_all, _reduced_at_once, _waited_for])
+def test_a_collective_of_torch_is_refused_with_what_to_write(exchanged: Callable[[Tensor], Tensor]) -> None:
+    """The first was an IndexError of the program, the others were done, or done once, while the step was traced."""
+
+    def loss(p: Any, b: Tensor) -> Tensor:
+        return exchanged(b @ p["w"]).square().mean()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        refused(loss, here(exchanged), "collective of torch.distributed", "write fzero.psum or fzero.pmean")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_collective_without_a_process_group_is_refused_alike() -> None:
+    def loss(p: Any, b: Tensor) -> Tensor:
+        mean = (b @ p["w"]).mean()
+        dist.all_reduce(mean)  # here
+        return mean
+
+    refused(loss, here(loss), "collective of torch.distributed", "write fzero.psum or fzero.pmean")

@@ -1,5 +1,6 @@
 """A captured step: what the two levels hold, what it returns, and what torch offers inside it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -184,6 +185,20 @@ def test_a_dtype_that_torch_has_no_kernel_for_has_a_remedy() -> None:
     with pytest.raises(NotImplementedError) as found:  # known only to the kernel
         fzero.step(state, None)
     assert any("no kernel of this op for the dtype" in note for note in found.value.__notes__)
+
+
+def _from_pairs(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.view(8, 2))
+
+
+@pytest.mark.parametrize("of", [torch.logdet, torch.linalg.inv, _from_pairs])
+def test_what_torch_computes_in_wide_dtypes_alone_says_to_keep_its_leaves(of: Callable[[Tensor], Tensor]) -> None:
+    """In bf16 it was torch's RuntimeError, without a remedy."""
+    spec = fzero.Spec(loss=lambda p, b: of(p["w"]).abs().sum(), optimizer=SGD, precision="bf16")
+    given = {"w": torch.eye(4) + 0.1}
+    with pytest.raises(CaptureError, match=r"op\(x.float\(\)\).*keep=\{'<their path>': 'fp32'\}"):
+        fzero.lower(spec, given, None)
+    fzero.lower(spec.but(precision=fzero.Precision(compute="bf16", keep={"w": "fp32"})), given, None)
 
 
 def test_microbatches_of_no_batch_name_what_a_spec_has() -> None:

@@ -140,6 +140,52 @@ class Switched(nn.Module):
         return loss + (y - self.mean).square().mean()
 
 
+class Queued(nn.Module):
+    """As MoCo is: the newest rows lie in a queue, at a place that is a buffer too."""
+
+    def __init__(self, as_number: bool) -> None:
+        super().__init__()
+        self.first, self.as_number = nn.Linear(4, 4), as_number
+        self.register_buffer("queue", torch.arange(36.0).view(9, 4) / 36)
+        self.register_buffer("place", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        loss = (y @ self.queue.clone().T).square().mean()
+        if self.as_number:
+            place = int(self.place)
+            self.queue[place : place + len(x)] = y.detach()
+        else:
+            self.queue[self.place + torch.arange(len(x))] = y.detach()
+        self.place[0] = (self.place[0] + len(x)) % len(self.queue)
+        return loss
+
+
+def test_a_place_in_a_queue_stays_a_tensor() -> None:
+    """The refusal's remedy is followed, for as many steps as the queue takes to come round."""
+
+    def trained(module: nn.Module) -> Any:
+        params, buffers, apply = from_module(module, mutable=True)
+        first, step = fzero.interop.with_buffers(apply, params, buffers, fzero.optim.sgd(0.1))
+        state = fzero.init(first, fzero.Spec(step=step))
+        for number in range(4):
+            state = fzero.step(state, data(3, 4) + number)
+        return state
+
+    with pytest.raises(fzero.CaptureError, match=r"self.place is a buffer .*self.place \+ torch.arange\(n\)"):
+        trained(Queued(as_number=True))
+    plain, module = Queued(as_number=True), Queued(as_number=False)
+    plain.load_state_dict(module.state_dict())
+    state, sgd = trained(module), torch.optim.SGD(plain.parameters(), 0.1)
+    for number in range(4):
+        sgd.zero_grad()
+        plain(data(3, 4) + number).backward()
+        sgd.step()
+    for name, value in plain.state_dict().items():
+        kept = state.tree["buffers" if name in ("queue", "place") else "params"][name].full()
+        torch.testing.assert_close(kept, value)
+
+
 def test_a_switch_that_is_a_buffer_is_refused_with_its_remedy() -> None:
     """The remedy is followed: what changes is state, the rest is known. That a forward sets the flag of a buffer says
     nothing of training, and the given one keeps its own."""

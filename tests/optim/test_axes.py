@@ -129,6 +129,39 @@ def test_a_moment_of_another_shape_lies_with_its_leaf() -> None:
             assert [str(each.layout.on("tp")) for each in own[1:]] == [row, col]
 
 
+def grams(rate: float = 0.1) -> optim.GradientTransformation:
+    """Shampoo without its roots: of each leaf a list of one Gram matrix for each dim, which scale its gradient."""
+
+    def init(params: Any) -> Any:
+        return tree.map(lambda p: [torch.eye(size, dtype=p.dtype) for size in p.shape], params)
+
+    def own(grad: Tensor, kept: list[Tensor]) -> list[Tensor]:
+        rows = (grad.movedim(dim, 0).flatten(1) if grad.dim() > 1 else grad[:, None] for dim in range(grad.dim()))
+        return [gram + row @ row.T for gram, row in zip(kept, rows, strict=True)]
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        new = {**state, "blocks": [{name: own(g, kept[name]) for name, g in block.items()}
+                                   for block, kept in zip(grads["blocks"], state["blocks"], strict=True)],
+               "embed": own(grads["embed"], state["embed"])}  # fmt: skip
+        blocks = [{name: -rate * (kept[name][0] @ g) for name, g in block.items()}
+                  for block, kept in zip(grads["blocks"], new["blocks"], strict=True)]  # fmt: skip
+        return {"embed": -rate * (new["embed"][0] @ grads["embed"]), "blocks": blocks}, new
+
+    return optim.GradientTransformation(init, update)
+
+
+def test_several_moments_of_one_leaf_lie_with_it() -> None:
+    """Their paths go on behind the leaf's. They lay on the last role, and each role's update was refused."""
+    of = {"loss": loss, "optimizer": grams(), "microbatches": 2}
+    found = run(fzero.Spec(**of, mesh={"pp": 2}), params(), batch, world=2, steps=2)
+    one = run(fzero.Spec(**of), params(), batch, world=1, steps=2)
+    for path in one.paths:
+        torch.testing.assert_close(found.final[path], one.final[path], rtol=1e-9, atol=1e-12)
+    plan = found.lowered.plan
+    held = {leaf.path: plan.role_of(plan.buffers[leaf.buffer]) for leaf in plan.leaves}
+    assert [held[f"opt_state/blocks/{n}/up/{dim}"] for n in range(2) for dim in range(2)] == [0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("name", WHY)
 def test_what_cannot_is_refused_before_anything_is_allocated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By `init` as by `lower`."""
@@ -176,8 +209,9 @@ def test_an_optimizer_of_ones_own_that_needs_several_roles_is_refused_by_init(
         fzero.init(params(), fzero.Spec(loss=loss, optimizer=own, mesh={"pp": 2}, microbatches=2))
 
     message = (
-        r"^`outer .*test_axes.py:\d+.*` needs leaves of roles \[0, 1\] of the pipeline for one value\. Only sums over "
-        r"leaves, such as .* for a norm, .* or leave the axis `pp` out$"
+        r"^`outer .*test_axes.py:\d+.*` needs leaves of several roles of the pipeline for one value: "
+        r"blocks/0/square of role 0 and blocks/1/square of role 1\. Only sums over leaves, "
+        r"such as .* for a norm, .* or leave the axis `pp` out$"
     )
     with pytest.raises(fzero.SpecError, match=message):
         start(of_both_blocks)

@@ -28,6 +28,14 @@ def test_the_longest_end_that_is_a_parameter_counts() -> None:
     assert found(("params", "w", (2,)), ("params", "b/w", (3, 2)), ("m", "x/b/w", (3,)))[2] == Follows(1, (0,))
 
 
+def test_a_leaf_follows_the_parameter_whose_path_is_in_its_own() -> None:
+    """It is not cut: a square may be of either dim. A path that ends as a parameter's is that one's."""
+    assert found(
+        ("params", "l/0/w", (4, 4)), ("params", "w", (4, 4)), ("m", "gram/l/0/w/0", (4, 4)),
+        ("m", "gram/l/0/w/1", (4, 4)), ("m", "l/0/w/w", (4,)), ("m", "l/0/v/0", (4,)),
+    ) == [None, None, Follows(0, None), Follows(0, None), Follows(1, (0,)), None]  # fmt: skip
+
+
 def test_a_shape_that_is_none_of_the_parameters_tells_no_dims() -> None:
     assert found(("params", "w", (4, 6)), ("m", "x/w", (5,)), ("m", "y/w", (6, 4)))[1:] == [
         Follows(0, None), Follows(0, None)

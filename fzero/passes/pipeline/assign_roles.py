@@ -234,13 +234,9 @@ class Assigned:
         by_role: dict[int, list[int]] = defaultdict(list)
         for number, nodes in enumerate(needs):
             refs = [op.reads[i] for i, node in enumerate(inputs) if node in nodes] + [op.writes[number]]
-            roles = {role for ref in refs if (role := self._role(ref)) is not None}
+            roles = {role: ref for ref in refs if (role := self._role(ref)) is not None}
             if len(roles) > 1:
-                raise AcrossRolesError(
-                    f"`{op.why}` needs leaves of roles {sorted(roles)} of the pipeline for one value. Only sums over "
-                    "leaves, such as x.square().sum() of each for a norm, are taken apart by role. Write such a sum, "
-                    "make it of leaves of one role, put these on one (Pipeline(cut=...)), or leave the axis `pp` out"
-                )
+                raise _across(op, roles, self.program)
             by_role[min(roles, default=0)].append(number)
         parts = []
         for role, numbers in sorted(by_role.items()):
@@ -330,6 +326,22 @@ def _demanded(
             home[ref.name] = home.get(ref.name, frozenset()) | roles
         works.append(RoleWork(op, group, roles))
     return works
+
+
+def _across(op: Op, of_roles: Mapping[int, Ref], program: Program) -> AcrossRolesError:
+    """The error about an op that needs leaves of these roles, each a reference into a bucket's buffer."""
+
+    def leaf(ref: Ref) -> str:
+        bucket = program.buckets[str(program.buffers[ref.name].bucket)]
+        return next((slot.path for slot in bucket.slots if slot.stop > (ref.start or 0)), ref.name)
+
+    named = " and ".join(f"{leaf(ref)} of role {role}" for role, ref in sorted(of_roles.items()))
+    return AcrossRolesError(
+        f"`{op.why}` needs leaves of several roles of the pipeline for one value: {named}. Only sums over leaves, such "
+        "as x.square().sum() of each for a norm, are taken apart by role. Write such a sum, make it of leaves of one "
+        "role, put these on one (Pipeline(cut=...); without a number in its path a leaf named as an embedding is on "
+        "the first role, another on the last), or leave the axis `pp` out"
+    )
 
 
 def _in_a_row(name: str, refs: Sequence[Ref]) -> list[Ref]:
