@@ -209,6 +209,7 @@ def _chunk_bytes(node: fx.Node) -> int:
 
 
 op_info.add(torch.ops.fzero.sum_squares.default, OpInfo(workspace=_chunk_bytes))
+op_info.add(torch.ops.fzero.apply_delta.default, OpInfo(out_form="aten.add.out", overwrites="elements", exact=True))
 op_info.add(torch.ops.fzero.adamw.default, OpInfo(widens=(1,), narrows=(0,)))
 op_info.add(torch.ops.fzero.adamw_.default, OpInfo(in_place=(torch.ops.fzero.adamw.default, (0, 2, 3)), widens=(1,)))
 
