@@ -60,10 +60,16 @@ class Chain:
         """The last op, at whose place the chain executes."""
         return self.nodes[-1]
 
-    @property
+    @cached_property
     def inner(self) -> tuple[fx.Node, ...]:
         """The nodes whose values are never whole."""
-        return tuple(node for node in self.nodes[:-1] if not fx_nodes.mutated(node))
+        return tuple(node for node in self.nodes[:-1] if not fx_nodes.mutated(node) and node not in self.placed)
+
+    @cached_property
+    def placed(self) -> dict[fx.Node, fx.Node]:
+        """{node of flat work: the destination that it is written to at once, and that the next op would copy it to}."""
+        pairs = zip(self.nodes, self.nodes[1:], strict=False) if self.flat else ()
+        return {node: fx_nodes.operand(copy) for node, copy in pairs if _may_be_placed(node, copy)}
 
     @cached_property
     def rooms(self) -> dict[fx.Node, fx.Node]:
@@ -74,8 +80,8 @@ class Chain:
             if self.flat and node in self.inner:
                 over = of(node.target).overwrites == "elements"
                 held = {rooms[n] for n in rooms if last_use[n] > i or (last_use[n] == i and not over)}
-                size = node.meta["val"].dtype.itemsize
-                free = [r for r in rooms.values() if r not in held and r.meta["val"].dtype.itemsize == size]
+                dtype = node.meta["val"].dtype
+                free = [r for r in rooms.values() if r not in held and r.meta["val"].dtype is dtype]
                 rooms[node] = free[0] if free else node
         return {node: room for node, room in rooms.items() if node is not room}
 
@@ -111,8 +117,9 @@ class Chain:
             for node, tile in self.between:
                 shape = [width if d == self.dim else n for d, n in enumerate(tile.shape)]
                 operands[node] = blocks[node][: tile.numel() // tile.shape[self.dim] * width].view(shape)
-            for node in filter(fx_nodes.mutated, self.nodes):
-                operands[node] = operands[fx_nodes.mutated(node)[0]]
+            for node in self.nodes:
+                if written := [self.placed[node]] if node in self.placed else fx_nodes.mutated(node):
+                    operands[node] = operands[written[0]]
             yield operands
 
 
@@ -165,7 +172,7 @@ def _flat_work(gm: fx.GraphModule) -> Chain | None:
     while outer := {n for n in nodes if not fx_nodes.mutated(n) and not nodes.issuperset(n.users)}:
         nodes -= outer
     ordered = [node for node in compute if node in nodes]
-    step = BYTES[0] // max((x.dtype.itemsize for n in ordered for x in _values(n)), default=1)
+    step = BYTES[0] // max((x.dtype.itemsize for n in ordered for x in _values(n) if x.ndim), default=1)
     if len(ordered) < 2 or all(map(fx_nodes.mutated, ordered)) or step >= shape[0]:
         return None
     between = compute[compute.index(ordered[0]) : compute.index(ordered[-1])]
@@ -186,6 +193,15 @@ def _is_flat(node: fx.Node, shape: torch.Size) -> bool:
     return (
         single and not parts and bool(cut) and all(x.shape == shape and x.is_contiguous() and _on_host(x) for x in cut)
     )
+
+
+def _may_be_placed(node: fx.Node, copy: fx.Node) -> bool:
+    """Whether a value that is only copied may be made where it will lie, which may be where an operand lies."""
+    if copy.target is not aten.copy_.default or copy.args[1] is not node or set(node.users) != {copy}:
+        return False
+    into = fx_nodes.operand(copy)
+    given = into.op == "placeholder" and into.meta["val"].dtype == node.meta["val"].dtype
+    return given and of(node.target).overwrites == "elements"
 
 
 def _values(node: fx.Node) -> list[torch.Tensor]:
@@ -252,6 +268,8 @@ def calls(
     for operands in chain.tiles(env, blocks):
         for node in chain.nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+            if len(args) > 1 and node.args[1] in chain.placed and node.target is aten.copy_.default:
+                continue  # it is there
             if node is not chain.last:
                 yield from calls_of(node, args, kwargs, {} if fx_nodes.mutated(node) else {0: operands[node]})
             elif into is None:
