@@ -100,7 +100,8 @@ def adamw_(
     if param.numel() == 0:
         return
     numbers = (beta1, beta2, eps, weight_decay, decoupled)
-    kernel = op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
+    has_kernels = backend.of(param.device).has_kernels
+    kernel = op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu) if has_kernels else None
     if kernel is not None:
         kernel(param, grad, mu, nu, count, lr, *numbers, rate, root)
         return

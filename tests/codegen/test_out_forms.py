@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode  # 2.11.0, 2.13.0
 
 import fzero
+from fzero._torch_compat import kernel_of
 from fzero.codegen.out_forms import copied, copy_results, form_of
 from fzero.ir.op_info import of
 
@@ -160,3 +162,12 @@ def test_an_out_form_writes_the_bits_of_its_op_into_any_strides(order: str) -> N
                     wrong += [] if same_bits(*both) else [str(op)]
     assert tried > 250, tried
     assert wrong == []
+
+
+def test_ops_of_fzeros_own_are_called_without_torchs_wrapper() -> None:
+    """It took 10 us a call, more than the kernel for a small parameter."""
+    for op in (torch.ops.fzero.adamw_.default, torch.ops.fzero.random_fold_in_tensor.default):
+        body = kernel_of(op)
+        assert inspect.isfunction(body)
+        assert list(inspect.signature(body).parameters) == [a.name for a in op._schema.arguments]
+    assert kernel_of(torch.ops.aten.add.out) is torch.ops.aten.add.out._op
