@@ -234,7 +234,7 @@ ROWS: dict[str, OpInfo] = {
         "upsample_nearest1d.default upsample_nearest1d_backward.default upsample_nearest2d.default "
         "upsample_nearest2d_backward.default upsample_nearest3d.default upsample_bilinear2d.default "
         "upsample_bilinear2d_backward.default upsample_bicubic2d.default upsample_bicubic2d_backward.default "
-        "reflection_pad1d reflection_pad2d reflection_pad2d_backward glu glu_backward im2col col2im",
+        "reflection_pad1d reflection_pad2d reflection_pad2d_backward glu glu_backward",
         OpInfo(out_form="call", in_order="all"),
     ),
     "aten.index": OpInfo(out_form="call", index=(1, PLACES), read_bytes=(1, torch.bool)),
