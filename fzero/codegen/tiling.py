@@ -97,8 +97,9 @@ class Chain:
 
     def is_tiled(self, operand: fx.Node) -> bool:
         """Whether a tile of the results needs the same tile of an operand alone."""
-        value = operand.meta["val"]
-        return value.shape == self.nodes[0].meta["val"].shape and bool(value.is_contiguous())
+        value, first = operand.meta["val"], self.nodes[0]
+        result = fx_nodes.mutated(first)[0] if fx_nodes.mutated(first) else first
+        return value.shape == result.meta["val"].shape and bool(value.is_contiguous())
 
     def tiles(self, env: Mapping[fx.Node, Any], blocks: Mapping[fx.Node, torch.Tensor]) -> Iterator[dict[fx.Node, Any]]:
         """For each tile, the tensor of every operand of the chain.

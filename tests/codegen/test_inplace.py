@@ -204,6 +204,12 @@ def adam_of_halves(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
     return []
 
 
+def adam_then_narrow(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+    torch.ops.fzero.adamw_(p, g, m, g.clone(), lr.ceil().long(), lr, 0.9, 0.99, 1e-8, 0.1, True)
+    m.copy_(p.to(torch.bfloat16))
+    return []
+
+
 def written(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     traced = make_fx(fn, tracing_mode="fake")(*inputs)
     return fx.GraphModule(torch.nn.Module(), traced.graph)
@@ -214,7 +220,7 @@ def flat_inputs(length: int = LENGTH, dtype: torch.dtype = torch.float32) -> lis
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("fn", "rooms"), [(sgd, 1), (lion, 2), (adam_of_halves, 2)])
+@pytest.mark.parametrize(("fn", "rooms"), [(sgd, 1), (lion, 2), (adam_of_halves, 2), (adam_then_narrow, 2)])
 def test_an_update_runs_tile_by_tile(fn: Callable[..., Any], rooms: int, dtype: torch.dtype) -> None:
     """What lies between its ops was once or twice as large as the parameters."""
     inputs = flat_inputs(dtype=dtype)
