@@ -55,9 +55,13 @@ def bind(
             continue
         if node in plan.chains:
             chain = plan.chains[node]
-            tiles = {n: tensor_at(workspace, plan.offsets[n, 0], tile).view(-1) for n, tile in chain.between}
+            rooms = {n: plan.offsets[chain.rooms.get(n, n), 0] for n, _ in chain.between}
+            tiles = {n: tensor_at(workspace, rooms[n], tile).view(-1) for n, tile in chain.between}
             (result,) = [memory_of((node, i), value) for i, value in fx_values.results(node)] or [None]
-            env[node] = result if result is not None else env[fx_nodes.mutated(node)[0]]
+            for writer in filter(fx_nodes.mutated, chain.nodes):
+                env[writer] = env[fx_nodes.mutated(writer)[0]]
+            if result is not None:
+                env[node] = result
             calls += tiling.calls(chain, env, tiles, result, calls_of)
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)

@@ -160,6 +160,11 @@ def _full(into: torch.Tensor, _: Any, value: Any, **__: Any) -> Iterator[Call]:
     yield partial(into.fill_, value)
 
 
+def _relu(into: torch.Tensor, x: torch.Tensor) -> Iterator[Call]:
+    """As torch's own, which has no `out=` form."""
+    yield partial(kernel_of(aten.clamp_min.out), x, 0, out=into)
+
+
 def _scalar(into: torch.Tensor, value: Any, **_: Any) -> Iterator[Call]:
     yield partial(into.fill_, value)
 
@@ -240,6 +245,7 @@ _FORMS: dict[Any, Callable[..., Iterator[Call]]] = {
     aten.ones_like.default: _fill(1),
     aten.full.default: _full,
     aten.full_like.default: _full,
+    aten.relu.default: _relu,
     aten.scalar_tensor.default: _scalar,
     torch.ops.fzero.strided_scatter.default: _strided_scatter,
     aten.constant_pad_nd.default: _padded,

@@ -75,6 +75,9 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
     stretches = {node: node.target for node in gm.graph.nodes if isinstance(node.target, Fused)}
     over = {node: fused.over for node, fused in stretches.items() if fused.over is not None}
     homes = inplace.homes(gm, values, apart, tiled, over)
+    for chain in chains:
+        homes |= {(node, 0): (room, 0) for node, room in chain.rooms.items()}
+        homes |= {(node, 0): into for node, into in chain.placed.items()}
     held: Lives = {}  # of the values that have memory in the workspace, with those that lie in it
     for key, (first, last, nbytes) in lives.items():
         home = homes.get(key, key)

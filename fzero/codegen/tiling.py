@@ -12,9 +12,11 @@ whole.
     a = nll_loss_backward(g, x, y)        for rows of x: a = nll_loss_backward(g, x[rows], y[rows])
     b = _log_softmax_backward(a, x)                      b[rows] = _log_softmax_backward(a, x[rows])
 
-A gradient that an update reads in a narrower dtype is cast in tiles too, right before the update of the same elements:
+Pointwise work on flat slices, as an update's, needs no chain: all of it runs tile by tile, each op in its turn. A tile
+begins at a multiple of 64 elements, where the bits are those of the whole (`fzero.optim._ops`):
 
     c = f32(g); adamw_(p, c, m, v)        for each tile: c = f32(g[tile]); adamw_(p[tile], c, m[tile], v[tile])
+    d = m * lr; q = p + d; copy_(p, q)                   d = m[tile] * lr; q = p[tile] + d; copy_(p[tile], q)
 """
 
 from __future__ import annotations
@@ -29,8 +31,7 @@ from torch import fx
 
 from fzero import backend
 from fzero.codegen.inplace import by_rows
-from fzero.codegen.widened import is_for_its_users
-from fzero.ir import fx_nodes, op_info
+from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.op_info import of
 
 aten = torch.ops.aten
@@ -44,13 +45,15 @@ BYTES = {0: 1 << 20, 1: 4 << 20}  # of a tile, by the dim that is cut
 class Chain:
     """Ops that run tile by tile.
 
-    nodes: the head, then each the only user of the one before.
+    nodes: the head, then each the only user of the one before; or flat work in its order.
     dim, step: tiles are `step` wide along `dim` of the results; the last may be narrower.
+    flat: whether it is flat work, all operands of which are cut.
     """
 
     nodes: tuple[fx.Node, ...]
     dim: int
     step: int
+    flat: bool = False
 
     @property
     def last(self) -> fx.Node:
@@ -58,10 +61,35 @@ class Chain:
         return self.nodes[-1]
 
     @cached_property
+    def inner(self) -> tuple[fx.Node, ...]:
+        """The nodes whose values are never whole."""
+        return tuple(node for node in self.nodes[:-1] if not fx_nodes.mutated(node) and node not in self.placed)
+
+    @cached_property
+    def placed(self) -> dict[fx.Node, fx.Node]:
+        """{node of flat work: the destination that it is written to at once, and that the next op would copy it to}."""
+        pairs = zip(self.nodes, self.nodes[1:], strict=False) if self.flat else ()
+        return {node: fx_nodes.operand(copy) for node, copy in pairs if _may_be_placed(node, copy)}
+
+    @cached_property
+    def rooms(self) -> dict[fx.Node, fx.Node]:
+        """{inner node: the earlier one in whose memory its tile lies, which no later op of the tile reads}."""
+        last_use = {n: i for i, node in enumerate(self.nodes) for n in node.all_input_nodes}
+        rooms: dict[fx.Node, fx.Node] = {}
+        for i, node in enumerate(self.nodes):
+            if self.flat and node in self.inner:
+                over = of(node.target).overwrites == "elements"
+                held = {rooms[n] for n in rooms if last_use[n] > i or (last_use[n] == i and not over)}
+                dtype = node.meta["val"].dtype
+                free = [r for r in rooms.values() if r not in held and r.meta["val"].dtype is dtype]
+                rooms[node] = free[0] if free else node
+        return {node: room for node, room in rooms.items() if node is not room}
+
+    @cached_property
     def between(self) -> list[tuple[fx.Node, torch.Tensor]]:
         """(node, one tile of its value on the meta device) of each value that lies between the ops."""
         tiles = []
-        for node in self.nodes[:-1]:
+        for node in self.inner:
             value = node.meta["val"]
             shape = [self.step if d == self.dim else n for d, n in enumerate(value.shape)]
             tiles.append((node, torch.empty(shape, dtype=value.dtype, device="meta")))
@@ -69,16 +97,18 @@ class Chain:
 
     def is_tiled(self, operand: fx.Node) -> bool:
         """Whether a tile of the results needs the same tile of an operand alone."""
-        value = operand.meta["val"]
-        return value.shape == self.nodes[0].meta["val"].shape and bool(value.is_contiguous())
+        value, first = operand.meta["val"], self.nodes[0]
+        result = fx_nodes.mutated(first)[0] if fx_nodes.mutated(first) else first
+        return value.shape == result.meta["val"].shape and bool(value.is_contiguous())
 
     def tiles(self, env: Mapping[fx.Node, Any], blocks: Mapping[fx.Node, torch.Tensor]) -> Iterator[dict[fx.Node, Any]]:
         """For each tile, the tensor of every operand of the chain.
 
         `env` holds the operands' whole tensors, `blocks` 1-D memory for a tile of each value between the ops.
         """
-        _, head = _head(self.nodes[0]) or (0, {})
-        along = {n: self.dim for node in self.nodes[1:] for n in node.all_input_nodes if n.meta["val"].ndim}
+        _, head = (0, {}) if self.flat else _head(self.nodes[0]) or (0, {})
+        cut_alike = self.nodes if self.flat else self.nodes[1:]
+        along = {n: self.dim for node in cut_alike for n in node.all_input_nodes if _is_cut(n)}
         along |= {fx_nodes.operand(self.nodes[0], index): dim for index, dim in head.items()}
         outer = {n: env[n] for node in self.nodes for n in node.all_input_nodes if n not in self.nodes}
         size = next(outer[n].shape[dim] for n, dim in along.items() if n in outer)
@@ -88,6 +118,9 @@ class Chain:
             for node, tile in self.between:
                 shape = [width if d == self.dim else n for d, n in enumerate(tile.shape)]
                 operands[node] = blocks[node][: tile.numel() // tile.shape[self.dim] * width].view(shape)
+            for node in self.nodes:
+                if written := [self.placed[node]] if node in self.placed else fx_nodes.mutated(node):
+                    operands[node] = operands[written[0]]
             yield operands
 
 
@@ -96,6 +129,9 @@ def chains(gm: fx.GraphModule, apart: frozenset[int]) -> list[Chain]:
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
     holders = fx_nodes.placeholders(gm.graph)
     free = {holders[i] for i in apart}
+    flat = _flat_work(gm)
+    if flat is not None:
+        return [flat]
     chosen: list[Chain] = []
     for node in gm.graph.nodes:
         taken = {n for chain in chosen for n in chain.nodes}  # two chains may meet: the second ends before
@@ -128,15 +164,68 @@ def _chain(head: fx.Node, dim: int, taken: Collection[fx.Node]) -> Chain | None:
     return Chain(tuple(nodes), dim, step) if len(nodes) > 1 and step < value.shape[dim] else None
 
 
+def _flat_work(gm: fx.GraphModule) -> Chain | None:
+    """All pointwise work on flat slices of one length that a segment writes, if there is more than a tile of it."""
+    compute = [node for node in gm.graph.nodes if fx_nodes.is_compute(node)]
+    written = [n.meta["val"] for node in compute for n in fx_nodes.mutated(node)]
+    shape = max((x.shape for x in written if x.ndim == 1), default=torch.Size([0]))
+    nodes = {node for node in compute if _is_flat(node, shape)}
+    while outer := {n for n in nodes if not fx_nodes.mutated(n) and not nodes.issuperset(n.users)}:
+        nodes -= outer
+    ordered = [node for node in compute if node in nodes]
+    step = BYTES[0] // max((x.dtype.itemsize for n in ordered for x in _values(n) if x.ndim), default=1)
+    if len(ordered) < 2 or all(map(fx_nodes.mutated, ordered)) or step >= shape[0]:
+        return None
+    between = compute[compute.index(ordered[0]) : compute.index(ordered[-1])]
+    touched = nodes | {fx_nodes.base(n) for node in nodes for n in fx_nodes.mutated(node)}
+    for node in between:  # the work runs where its last op stands
+        if node not in nodes and (fx_nodes.mutated(node) or touched & {*map(fx_nodes.base, node.all_input_nodes)}):
+            return None
+    return Chain(tuple(ordered), 0, step, flat=True)
+
+
+def _is_flat(node: fx.Node, shape: torch.Size) -> bool:
+    """Whether a call on the host is pointwise over flat values of this shape, and numbers apart from them."""
+    if fx_nodes.is_view(node) or not (node.target is aten.copy_.default or of(node.target).pointwise):
+        return False
+    single = isinstance(node.meta.get("val"), torch.Tensor) or bool(fx_nodes.mutated(node))
+    cut = [x for x in _values(node) if x.ndim]
+    parts = [n for n in node.all_input_nodes if not _is_cut(n) and _is_cut(fx_nodes.base(n))]
+    return (
+        single and not parts and bool(cut) and all(x.shape == shape and x.is_contiguous() and _on_host(x) for x in cut)
+    )
+
+
+def _may_be_placed(node: fx.Node, copy: fx.Node) -> bool:
+    """Whether a value that is only copied may be made where it will lie, which may be where an operand lies."""
+    if copy.target is not aten.copy_.default or copy.args[1] is not node or set(node.users) != {copy}:
+        return False
+    into = fx_nodes.operand(copy)
+    given = into.op == "placeholder" and into.meta["val"].dtype == node.meta["val"].dtype
+    return given and of(node.target).overwrites == "elements"
+
+
+def _values(node: fx.Node) -> list[torch.Tensor]:
+    """A call's operands and results."""
+    return [x for n in (node, *node.all_input_nodes) for x in fx_values.tensors(n.meta.get("val"))]
+
+
+def _on_host(value: torch.Tensor) -> bool:
+    return bool(backend.of(value.device).on_host)
+
+
+def _is_cut(node: fx.Node) -> bool:
+    return all(x.ndim > 0 for x in fx_values.tensors(node.meta.get("val")))
+
+
 def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
     """Whether an op's tiles depend on the same tiles of its operands alone."""
     shape = before.meta["val"].shape
     cast = node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}
     copied = node.target is aten.copy_.default and node.args[1] is before
-    widens = bool(of(node.target).widens) and len(shape) == 1
-    fits = cast or copied or widens or _exact(node) or (dim == 0 and by_rows(node))
+    fits = cast or copied or _exact(node) or (dim == 0 and by_rows(node))
     values = [n.meta["val"] for n in node.all_input_nodes]
-    alike = all(isinstance(x, torch.Tensor) and (x.shape == shape or (widens and not x.ndim)) for x in values)
+    alike = all(isinstance(x, torch.Tensor) and x.shape == shape for x in values)
     return fits and alike and all(n.meta["val"].is_contiguous() for n in node.all_input_nodes)
 
 
@@ -180,8 +269,10 @@ def calls(
     for operands in chain.tiles(env, blocks):
         for node in chain.nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
+            if len(args) > 1 and node.args[1] in chain.placed and node.target is aten.copy_.default:
+                continue  # it is there
             if node is not chain.last:
-                yield from calls_of(node, args, kwargs, {0: operands[node]})
+                yield from calls_of(node, args, kwargs, {} if fx_nodes.mutated(node) else {0: operands[node]})
             elif into is None:
                 yield from calls_of(node, args, kwargs, {})
             else:
@@ -204,16 +295,10 @@ def _of_an_embedding(node: fx.Node) -> Cut | None:
     return (1, {0: -1}) if value.dtype.itemsize < 4 and value.ndim == 2 and not node.args[4] else None
 
 
-def _of_an_update(node: fx.Node) -> Cut | None:
-    """A cast that an update reads, of a flat slice. A tile begins at a multiple of 64 elements."""
-    return (0, {0: 0}) if node.meta["val"].ndim == 1 and is_for_its_users(node) else None
-
-
 op_info.fill(
     "tile_head",
     {
         aten.nll_loss_backward.default: _of_a_loss,
         aten.embedding_dense_backward.default: _of_an_embedding,
-        aten._to_copy.default: _of_an_update,
     },
 )

@@ -66,7 +66,8 @@ def _recurrent(count: Callable[..., int]) -> Formula:
 
 
 def _default(op: OpOverload, row: OpInfo) -> Formula | None:
-    return _promoted if op.namespace == "aten" and torch.Tag.pointwise in op.tags else None
+    atens = op.namespace == "aten" or row.out_form.startswith("aten.")
+    return _promoted if atens and torch.Tag.pointwise in op.tags else None
 
 
 for kind in (matrix_workspace, image_workspace, loss_workspace, piece_workspace):

@@ -137,7 +137,7 @@ class Mesh:
 
     def role(self, rank: int) -> int:
         """Which role of a pipeline a rank has; 0 without one."""
-        return self.coordinate(rank, PIPELINE) if PIPELINE in self else 0
+        return self.coordinate(rank, PIPELINE) if self.roles > 1 else 0
 
     def label(self, rank: int) -> str:
         """A rank as messages name it: with its coordinates, where several axes have more than one rank.

@@ -228,6 +228,15 @@ ROWS: dict[str, OpInfo] = {
     **rows("cat stack tril triu", OpInfo(fusion="loop", out_form="call", fake="kernel")),
     **rows("slice_backward select_backward constant_pad_nd embedding", OpInfo(fusion="loop", fake="kernel")),
     **rows("gather max_pool2d_with_indices", OpInfo(out_form="call")),
+    **rows(
+        "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward max_pool2d_with_indices_backward "
+        "max_pool3d_with_indices max_pool3d_with_indices_backward adaptive_max_pool2d adaptive_max_pool2d_backward "
+        "upsample_nearest1d.default upsample_nearest1d_backward.default upsample_nearest2d.default "
+        "upsample_nearest2d_backward.default upsample_nearest3d.default upsample_bilinear2d.default "
+        "upsample_bilinear2d_backward.default upsample_bicubic2d.default upsample_bicubic2d_backward.default "
+        "reflection_pad1d reflection_pad2d reflection_pad2d_backward glu glu_backward",
+        OpInfo(out_form="call", in_order="all"),
+    ),
     "aten.index": OpInfo(out_form="call", index=(1, PLACES), read_bytes=(1, torch.bool)),
     "aten.index_select": OpInfo(out_form="call", index=(2, INDICES)),
     **rows("embedding_dense_backward native_group_norm_backward", OpInfo(fake="kernel")),

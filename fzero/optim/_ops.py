@@ -100,7 +100,8 @@ def adamw_(
     if param.numel() == 0:
         return
     numbers = (beta1, beta2, eps, weight_decay, decoupled)
-    kernel = op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu)
+    has_kernels = backend.of(param.device).has_kernels
+    kernel = op_info.kernel_for(torch.ops.fzero.adamw_.default, param, grad, mu, nu) if has_kernels else None
     if kernel is not None:
         kernel(param, grad, mu, nu, count, lr, *numbers, rate, root)
         return
@@ -209,6 +210,7 @@ def _chunk_bytes(node: fx.Node) -> int:
 
 
 op_info.add(torch.ops.fzero.sum_squares.default, OpInfo(workspace=_chunk_bytes))
+op_info.add(torch.ops.fzero.apply_delta.default, OpInfo(out_form="aten.add.out", overwrites="elements", exact=True))
 op_info.add(torch.ops.fzero.adamw.default, OpInfo(widens=(1,), narrows=(0,)))
 op_info.add(torch.ops.fzero.adamw_.default, OpInfo(in_place=(torch.ops.fzero.adamw.default, (0, 2, 3)), widens=(1,)))
 

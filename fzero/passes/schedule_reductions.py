@@ -184,7 +184,7 @@ def _sums_early(ops: list[Op]) -> list[Op]:
 
 
 def _sums_moved(ops: list[Op], of: Collection[str] | None = None) -> list[Op]:
-    """Moves sums over microbatches, all or those of some buffers, right behind the last op that touches what they do."""
+    """Moves sums over microbatches, all or of some buffers, right behind the last op that touches what they do."""
     places: list[tuple[int, ...]] = []  # of each op, in an order in which there is always room behind one
     last: dict[str, tuple[int, ...]] = {}  # place of the last op that touches a buffer
     for index, op in enumerate(ops):

@@ -26,6 +26,7 @@ from fzero.random import _key_rules
 _SPLIT, _FOLD, _UNIFORM, _NORMAL, _BITS = 1, 2, 3, 4, 5
 
 SHORT = 256  # numbers: below, a stretch by itself costs more than all numbers around it
+FEW = 16  # keys: above, children of all of them at once take less time than a generator for each
 _CHUNK = 1 << 16  # numbers made at once on CPU, few enough for the second-level cache; changes no number
 
 
@@ -165,6 +166,10 @@ def _derived(key: torch.Tensor, num: int, data: torch.Tensor | None, domain: int
     data = None if data is None else data.reshape(-1).contiguous()
     if backend.of(key.device).has_kernels:
         _kernels().derive(out, keys, data, domain=domain)
+    elif len(keys) <= FEW:
+        seconds = [0] * len(keys) if data is None else data.tolist()
+        for row, words, second in zip(out, _words(keys), seconds, strict=True):
+            _fill_blocks(row, words, domain, second)
     else:
         counter = np.zeros((4, len(keys), num), np.uint64)
         counter[0] = np.arange(1, num + 1)
@@ -184,10 +189,16 @@ def _raw(key: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         _kernels().derive(rows, keys, None, domain=_BITS)
     else:
         for row, words in zip(rows, _words(keys), strict=True):
-            generator = np.random.Philox(key=words, counter=np.array([0, 0, 0, _BITS], np.uint64))
-            for piece in row.split(_CHUNK // 4):
-                piece.numpy()[:] = generator.random_raw(4 * len(piece)).reshape(-1, 4)[:, :2].view(np.int64)
+            _fill_blocks(row, words, _BITS)
     return rows.view(len(keys), -1)[:, :size].reshape((*key.shape[:-1], *shape)).contiguous()
+
+
+def _fill_blocks(row: torch.Tensor, words: npt.NDArray[np.uint64], domain: int, second: int = 0) -> None:
+    """Writes words 0 and 1 of the blocks (1..., second, 0, domain) of one key into the rows of (n, 2) CPU memory."""
+    counter = np.array([0, second % (1 << 64), 0, domain], np.uint64)  # numpy adds one before it makes the first block
+    generator = np.random.Philox(key=words, counter=counter)
+    for piece in row.split(_CHUNK // 4):
+        piece.numpy()[:] = generator.random_raw(4 * len(piece)).reshape(-1, 4)[:, :2].view(np.int64)
 
 
 def _kernels() -> Any:

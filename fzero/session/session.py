@@ -132,7 +132,7 @@ class Session:
         if key not in self.programs and self.last_key not in (None, key):
             log.warning("fzero: a new program is traced: %s", difference(self.last_key, key))
         for name in self._phases_from(phase) if key not in self.programs else (phase,):  # the others before their turn
-            own = key_of(batch, self.device, name)
+            own = key if name == phase else key_of(batch, self.device, name)
             lowered = self.programs[own] if own in self.programs else self._lowered(batch, None, name)
             self.programs = _with_last(self.programs, own, lowered)
         self.last_key = key

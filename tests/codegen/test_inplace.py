@@ -180,6 +180,83 @@ def test_a_chain_does_not_cross_a_write_to_what_it_reads() -> None:
     assert tiling.chains(traced, frozenset()) == []
 
 
+# --- flat work --------------------------------------------------------------------------------------------------------
+
+LENGTH = 700_003  # two tiles of 1 MiB and a part of one
+
+
+def sgd(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+    m.copy_(m * 0.9 + g)
+    p.copy_(torch.ops.fzero.apply_delta(p, m * lr))
+    return []
+
+
+def lion(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+    direction = torch.sign(torch.add(m * 0.9, g, alpha=0.1)) + p * 0.01
+    m.copy_(torch.add(m * 0.99, g, alpha=0.01))
+    p.copy_(torch.ops.fzero.apply_delta(p, direction * lr))
+    return []
+
+
+def adam_of_halves(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+    wide = g.to(torch.bfloat16).float() * lr
+    torch.ops.fzero.adamw_(p, wide, m, g, lr.ceil().long(), lr, 0.9, 0.99, 1e-8, 0.1, True)
+    return []
+
+
+def adam_then_narrow(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+    torch.ops.fzero.adamw_(p, g, m, g.clone(), lr.ceil().long(), lr, 0.9, 0.99, 1e-8, 0.1, True)
+    m.copy_(p.to(torch.bfloat16))
+    return []
+
+
+def written(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    traced = make_fx(fn, tracing_mode="fake")(*inputs)
+    return fx.GraphModule(torch.nn.Module(), traced.graph)
+
+
+def flat_inputs(length: int = LENGTH, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [*(positive(length + i, dtype=dtype)[:length] for i in range(3)), torch.tensor(0.1, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("fn", "rooms"), [(sgd, 1), (lion, 2), (adam_of_halves, 2), (adam_then_narrow, 2)])
+def test_an_update_runs_tile_by_tile(fn: Callable[..., Any], rooms: int, dtype: torch.dtype) -> None:
+    """What lies between its ops was once or twice as large as the parameters."""
+    inputs = flat_inputs(dtype=dtype)
+    layout = check(written(fn, inputs), inputs)
+    assert [chain.flat for chain in layout.chains.values()] == [True]
+    assert layout.nbytes <= rooms * tiling.BYTES[0] + (1 << 10)
+
+
+def test_a_rank_s_shorter_part_runs_tile_by_tile_too() -> None:
+    gm, whole = written(lion, flat_inputs()), flat_inputs()
+    for length in (0, 64, 300_032):
+        inputs = [x[:length].clone() if x.ndim else x for x in whole]
+        plain = [x.clone() for x in inputs]
+        lion(*plain)
+        block = torch.empty(segment_memory.layout(gm).nbytes, dtype=torch.uint8)
+        for call in bind.bind(gm, inputs, [], block):
+            call()
+        assert all(same_bits(a, b) for a, b in zip(inputs, plain, strict=True))
+
+
+def test_flat_work_that_meets_more_than_its_elements_runs_whole() -> None:
+    def by_norm(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+        m.copy_(m * 0.9 + g)
+        p.copy_(p + m * m.sum())  # the sum stands between, and reads what is written
+        return []
+
+    def by_element(p: Tensor, g: Tensor, m: Tensor, lr: Tensor) -> list[Tensor]:
+        p.copy_(p + g * p[5])
+        return []
+
+    inputs = flat_inputs()
+    assert not check(written(by_norm, inputs), inputs).chains
+    (chain,) = check(written(by_element, inputs), inputs).chains.values()
+    assert [node.name for node in chain.nodes] == ["add", "copy_"], "the product reads an element of all"
+
+
 # --- odd graphs -------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,17 @@ import torch
 from helpers import same_bits
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode  # 2.11.0, 2.13.0
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
+from fzero._torch_compat import kernel_of
+from fzero.codegen import bind, segment_memory
 from fzero.codegen.out_forms import copied, copy_results, form_of
+from fzero.cost.allocator import measured_peak
+from fzero.ir import segments
 from fzero.ir.op_info import of
+
+aten = torch.ops.aten
 
 STEPS, ROWS, WIDTH, HIDDEN = 5, 3, 4, 6
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1}
@@ -160,3 +168,63 @@ def test_an_out_form_writes_the_bits_of_its_op_into_any_strides(order: str) -> N
                     wrong += [] if same_bits(*both) else [str(op)]
     assert tried > 250, tried
     assert wrong == []
+
+
+def test_ops_of_fzeros_own_are_called_without_torchs_wrapper() -> None:
+    """It took 10 us a call, more than the kernel for a small parameter."""
+    for op in (torch.ops.fzero.adamw_.default, torch.ops.fzero.random_fold_in_tensor.default):
+        body = kernel_of(op)
+        assert inspect.isfunction(body)
+        assert list(inspect.signature(body).parameters) == [a.name for a in op._schema.arguments]
+    assert kernel_of(torch.ops.aten.add.out) is torch.ops.aten.add.out._op
+
+
+def _images(op: str) -> tuple[Any, ...]:
+    """Arguments of an op on images, as a step has them."""
+    x, small, rows = torch.randn(2, 4, 8, 10), torch.randn(2, 4, 4, 5), torch.randn(2, 4, 20)
+    cube, small_cube = torch.randn(2, 3, 4, 6, 8), torch.randn(2, 3, 2, 3, 4)
+    twice, plain = ([2, 2], [2, 2], [0, 0]), ([2, 2, 2], [2, 2, 2], [0, 0, 0])
+    places, deep = aten.max_pool2d_with_indices(x, [2, 2])[1], aten.max_pool3d_with_indices(cube, [2, 2, 2])[1]
+    cases: dict[str, tuple[Any, ...]] = {
+        "avg_pool2d": (x, *twice), "avg_pool2d_backward": (small, x, *twice, False, True, None),
+        "avg_pool3d": (cube, *plain), "avg_pool3d_backward": (small_cube, cube, *plain, False, True, None),
+        "max_pool2d_with_indices_backward": (small, x, *twice, [1, 1], False, places),
+        "max_pool3d_with_indices": (cube, [2, 2, 2]),
+        "max_pool3d_with_indices_backward": (small_cube, cube, *plain, [1, 1, 1], False, deep),
+        "adaptive_max_pool2d": (x, [4, 5]), "adaptive_max_pool2d_backward": (small, x, places),
+        "upsample_nearest2d_backward": (x, [8, 10], [2, 4, 4, 5], None, None),
+        "upsample_bilinear2d_backward": (x, [8, 10], [2, 4, 4, 5], False, None, None),
+        "upsample_nearest1d_backward": (rows, [20], [2, 4, 10], None), "reflection_pad1d": (rows, [2, 3]),
+        "reflection_pad2d": (x, [1, 2, 3, 1]), "glu": (x, 1),
+        "glu_backward": (x[:, :2].contiguous(), x, 1), "relu": (x,),
+    }  # fmt: skip
+    return cases[op]
+
+
+IMAGE_OPS = (
+    "avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward max_pool2d_with_indices_backward "
+    "max_pool3d_with_indices max_pool3d_with_indices_backward adaptive_max_pool2d adaptive_max_pool2d_backward "
+    "upsample_nearest2d_backward upsample_bilinear2d_backward upsample_nearest1d_backward reflection_pad1d "
+    "reflection_pad2d glu glu_backward relu"
+)
+
+
+@pytest.mark.parametrize("name", IMAGE_OPS.split())
+def test_an_op_on_images_writes_its_result_where_it_belongs(name: str) -> None:
+    """They were made by the allocator and copied: the same bits, and no memory of their own."""
+    op, args = getattr(aten, name).default, _images(name)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+
+    def fn(*given: Tensor) -> list[Tensor]:
+        rest = iter(given)
+        result = op(*[next(rest) if isinstance(x, Tensor) else x for x in args])
+        return list(result) if isinstance(result, tuple) else [result]
+
+    gm = segments.normalised(make_fx(fn, tracing_mode="fake")(*tensors))
+    expected = gm(*tensors)
+    outs = [torch.full_like(x, 7) for x in expected]
+    layout = segment_memory.layout(gm)
+    calls = bind.bind(gm, [x.clone() for x in tensors], outs, torch.empty(layout.nbytes, dtype=torch.uint8))
+    _, asked = measured_peak(lambda: [call() for call in calls])
+    assert asked == 0
+    assert all(same_bits(a, b) for a, b in zip(outs, expected, strict=True))

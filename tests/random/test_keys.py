@@ -87,6 +87,22 @@ def test_derived_keys_are_numpys_philox_words(seed, data, num):
     assert torch.equal(random.fold_in(key, data), random.fold_in(key, torch.tensor(data)))
 
 
+def test_children_of_many_keys_at_once_are_those_of_each_alone():
+    """Few keys take numpy's generator, many the arrays: one promise."""
+    roots = random.split(random.key(5), _draw_ops.FEW + 1)
+    data = torch.arange(len(roots)) - 8
+    for op, *rest in ((_draw_ops.split, 3), (_draw_ops.fold_in, -4)):
+        assert torch.equal(op(roots, *rest), torch.stack([op(root, *rest) for root in roots]))
+    alone = torch.stack([_draw_ops.fold_in_tensor(root, one) for root, one in zip(roots, data, strict=True)])
+    assert torch.equal(_draw_ops.fold_in_tensor(roots, data), alone)
+
+
+def test_children_of_one_key_are_not_made_by_arrays(monkeypatch):
+    """A step derives a key for each mask: ten rounds on arrays of one number took 150 microseconds each."""
+    monkeypatch.setattr(_draw_ops, "philox_reference", None)
+    assert random.split(random.fold_in(random.key(0), 3), 2).shape == (2, 2)
+
+
 def test_a_child_does_not_depend_on_how_many_are_asked_for():
     assert torch.equal(random.split(random.key(4), 100)[:7], random.split(random.key(4), 7))
 
