@@ -50,7 +50,7 @@ CUT = {"blocks/*/up": P(None, "tp"), "blocks/*/up_b": P("tp"), "blocks/*/down": 
 
 
 @pytest.mark.parametrize("seed", [101, 935, 1005])  # that draw small models
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_random_models_on_random_meshes_train_as_on_one_rank(seed: int) -> None:
     report = run(range(3), seed)
     assert report.failed == []
@@ -111,7 +111,7 @@ def test_the_oracle_has_no_code_of_fzeros() -> None:
 
 
 @pytest.mark.parametrize("optimizer", sorted(optimizers.TABLE))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_every_optimizer_has_a_reference(optimizer: str) -> None:
     assert check(replace(CASE, recipe=Recipe(optimizer, steps=3))).end == "equal"
 

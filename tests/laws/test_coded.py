@@ -81,7 +81,7 @@ def by_hand(mesh: dict[str, int], gather: str | None, reduce: str | None) -> dic
 
 @pytest.mark.parametrize("grid", ["1", "3", "2x2"])
 @pytest.mark.parametrize("policy", ["int8", "e4m3 and e5m2", "gathered alone", "reduced alone"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_step_is_that_of_a_loop_by_hand(policy: str, grid: str) -> None:
     codecs = POLICIES[policy]
     one = trained(GRIDS[grid], 1, precision=Precision(**codecs), optimizer=optim.sgd(0.5), clip_norm=None, zero=2)
@@ -178,7 +178,7 @@ def processes(transfers: str, zero: Any, mesh: dict[str, int] | None = None) -> 
 
 
 @pytest.mark.parametrize(("transfers", "zero"), [("p2p", 3), ("shared", 1), ("auto", 2)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_processes_have_the_bits_of_the_interpreter(transfers: str, zero: int) -> None:
     wanted = params_of(trained(GRIDS["2"], zero=0, precision=Precision(gather="int8", reduce="int4")))
     for final in of_ranks(gloo(2, processes, transfers, zero)):
@@ -248,7 +248,7 @@ def test_int8_both_ways_is_nearly_four_times_less() -> None:
 
 @pytest.mark.parametrize("lost", [float("nan"), float("inf")])
 @pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_lost_element_is_seen_on_all_ranks_and_skipped(lost: float, zero: int) -> None:
     def batch(rank: int, step: int) -> Tensor:
         given = rows(rank, step)

@@ -102,7 +102,7 @@ def tied_spec(**options: Any) -> fzero.Spec:
 
 @stages
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_ema_frozen_and_tied_train_as_torch_does(world: int, zero: int) -> None:
     start = tied_state(random.key(3))
     result = run(tied_spec(zero=zero, microbatches=2), start, tied_batch, world=world, steps=8, every_step=True)
@@ -335,7 +335,7 @@ def aux_step(state: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @worlds
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_aux_is_own_or_reduced_and_averaged_over_microbatches(world: int, microbatches: int) -> None:
     def batch(rank: int, step: int) -> Tensor:
         return floats(rank, step, 4, 3)
@@ -380,7 +380,7 @@ def reductions_step(state: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize("zero", [0, 3])
 @worlds
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_pmean_psum_and_pmax(world: int, zero: int) -> None:
     def batch(rank: int, step: int) -> Any:
         return {"x": floats(rank, step, 3, 5), "n": ints(rank, step, 1000, 2)}
@@ -465,7 +465,7 @@ def gan_batch(rank: int, step: int) -> Any:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("world", [1, 3])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_two_networks_train_as_in_torch(world: int, zero: int, microbatches: int) -> None:
     spec = fzero.Spec(step=gan_step, zero=zero, params=("g/net/**", "d/net/**"), microbatches=microbatches)
     result = run(spec, gan_state(random.key(5)), gan_batch, world=world, steps=6)
@@ -880,7 +880,7 @@ def odd_batch(rank: int, step: int) -> Tensor:
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 @worlds
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_leaves_of_every_kind(world: int, zero: int) -> None:
     spec = fzero.Spec(step=odd_step, zero=zero, bucket_bytes=500)
     result = run(spec, odd_state(), odd_batch, world=world, steps=3)
@@ -976,7 +976,7 @@ def errors(request: pytest.FixtureRequest, chosen: Callable[[str, str], list[str
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_on_gloo(errors: list[dict[str, str]], name: str) -> None:
     for rank, found in enumerate(errors):
         assert name not in found, f"on rank {rank}:\n{found[name]}"

@@ -506,7 +506,7 @@ REFUSED_WAYS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("family", REFUSED_WAYS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_model_that_asks_for_a_value_of_the_batch_is_refused_with_the_argument(family: str) -> None:
     batch, says = REFUSED_WAYS[family]
     _, params, of = asking(family, own_loss)

@@ -70,7 +70,7 @@ def spec(model: Any, tx: Any, **options: Any) -> fzero.Spec:
     return fzero.Spec(loss=model.loss, optimizer=tx, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["mlp", "tiles of untied"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_bits_of_a_pipeline_do_not_depend_on_where_leaves_are_held(
     assert any(op.moves for program in moved.lowered.programs.values() for op in program.ops)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("home", ["all on cpu", "all on nvme", "optimizer on cpu", "params on cpu", "activations"])
 @pytest.mark.parametrize("update_on", ["device", "cpu"])
 @pytest.mark.parametrize("reduce", ["end", "each"])

@@ -89,7 +89,7 @@ def test_four_roles(schedule: str, whole: bool) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("roles", [3, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_value_that_several_roles_read(schedule: str, roles: int, microbatches: int) -> None:
     """An encoder's result goes to every role of the decoder before the first waits for a gradient of it."""
     init, loss = cases.translating(VOCAB, 16, 4)
@@ -339,7 +339,7 @@ def test_a_conv_net(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", cases.PLAIN)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_layers_whose_backward_reads_no_leaf_at_a_border(name: str, schedule: str) -> None:
     """A layer for each chunk."""
     params, loss, batch = cases.plain(name, depth(schedule))

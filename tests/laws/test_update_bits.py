@@ -56,7 +56,7 @@ KINDS = ["noise", "noise and norm", "mask", "kept noise"]
 
 @pytest.mark.parametrize("mesh", [{"dp": 3}, {"dp_out": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 def test_with_values_that_all_ranks_have(kind: str, mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     first, world = start(), 3 if len(mesh) == 1 else 4
@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", GIVEN)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_with_losses_of_computed_parameters(kind: str, option: str) -> None:
     torch.manual_seed(0)
     first = {**start(), "average": {name: torch.randn(shape) for name, shape in SHAPES.items()}}
@@ -146,7 +146,7 @@ def of_words(params: Any, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_on_whole_leaves(name: str, check: str) -> None:
     torch.manual_seed(0)
     layers = [{"a": torch.randn(6, 10) / 3, "b": torch.randn(10, 6) / 3, "n": torch.ones(6)} for _ in range(3)]
