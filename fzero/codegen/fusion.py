@@ -88,20 +88,28 @@ def how_of(gm: fx.GraphModule, how: str | None) -> str:
 def fuse(program: Program, how: str | None) -> tuple[dict[str, fx.GraphModule], dict[str, Fused]]:
     """(by hash, the segments that have stretches, with `Fused` nodes for them; the stretches by hash).
 
-    how: "none"; "inductor": every stretch; "auto": those that move `AUTO_BYTES` or more; None: as the device has it.
+    how: "none"; "inductor": every stretch; "auto": those that move `AUTO_BYTES` or more, a slice counted as all of it:
+    all stages choose alike. None: as the device has it.
     """
     stretches: dict[str, Fused] = {}
+    ranks = {op.segment: _ranks(program, op) for op in program.ops if op.is_flat}
     with_stretches: dict[str, fx.GraphModule] = {}
     hows = {key: this for key, gm in program.segments.items() if (this := how_of(gm, how)) != "none"}
     for key, same in aliased(program).items() if hows else ():
         if key not in hows:
             continue
-        least = AUTO_BYTES if hows[key] == "auto" else 0
+        least = AUTO_BYTES // ranks.get(key, 1) if hows[key] == "auto" else 0
         segment, own = fused(program.segments[key], same, least, known=stretches)
         if segment is not None:
             with_stretches[key] = segment
         stretches |= own
     return with_stretches, stretches
+
+
+def _ranks(program: Program, op: Op) -> int:
+    """Of how many ranks each has a slice of what an op works on."""
+    axes = filter(None, map(program.cut, (*op.reads, *op.writes)))
+    return max(map(program.mesh.size, axes), default=1)
 
 
 def always_fused(program: Program) -> dict[str, fx.GraphModule]:

@@ -12,7 +12,7 @@ from torch import fx
 
 import fzero
 from fzero.codegen import clusters
-from fzero.codegen.fusion import Fused, aliased, fused
+from fzero.codegen.fusion import Fused, aliased, fuse, fused
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.mesh import Mesh
 from fzero.ir.op import make_op
@@ -97,6 +97,20 @@ def test_depth_adds_nothing_to_compile(deeper: int) -> None:
         found.append(stretches(fzero.lower(spec, init, batch, world_size=2).program))
     assert found[0].keys() == found[1].keys()
     assert len(found[0]) >= 4
+
+
+@pytest.mark.parametrize(("width", "compiled"), [(128, True), (16, False)])
+def test_auto_compiles_an_update_at_every_stage_or_at_none(width: int, compiled: bool) -> None:
+    """A rank's slice of it moves a quarter of the bytes: stages had other bits."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ p["w"]).square().mean()
+
+    for zero in range(4):
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.lion(1e-3), zero=zero)
+        program = fzero.lower(spec, {"w": torch.empty(width, width)}, torch.empty(2, width), world_size=4).program
+        updates = {op.segment for op in program.ops if op.is_update or op.phase == "outer"}
+        assert bool(updates & fuse(program, "auto")[0].keys()) == compiled, zero
 
 
 def test_segments_whose_ops_alias_differently_are_left_alone() -> None:
