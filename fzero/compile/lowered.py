@@ -99,7 +99,7 @@ class Lowered:
         >>> import torch, fzero
         >>> spec = fzero.Spec(loss=lambda p, x: (x @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(1e-3))
         >>> fzero.lower(spec, {"w": torch.zeros(8, 8)}, torch.zeros(4, 8))
-        Lowered(mesh dp=1, 6 ops, peak 1,608 bytes a rank: print its program, decisions or passes)
+        Lowered(mesh dp=1, 6 ops, peak 1,288 bytes a rank: print its program, decisions or passes)
         """
         ops = " and ".join(f"{len(program.ops):,}" for program in self.programs.values())
         what = "programs" if len(self.programs) > 1 else "program"
