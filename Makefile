@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # saves half a second in each of the some hundred processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Test processes at a time. A file stays in one, for what its tests share. Long files run first: tests/conftest.py.
-WORKERS ?= 4
+WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The folder of the documentation's versions.
 SITE ?= build/site
