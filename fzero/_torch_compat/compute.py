@@ -27,8 +27,7 @@ NormBase = torch.nn.modules.batchnorm._NormBase
 def kernel_of(target: Any) -> Any:
     """The callable of an `OpOverload`, one Python frame nearer to the kernel; of a custom op of fzero's the function
     itself, which torch's wrapper calls 10 us later (2.11.0, 2.13.0)."""
-    name = str(target).removesuffix(".default")
-    own = OPDEFS.get(name.replace(".", "::", 1)) if name.startswith("fzero.") else None
+    own = OPDEFS.get(target._schema.name) if getattr(target, "namespace", "") == "fzero" else None
     return getattr(target, "_op", target) if own is None else own._init_fn
 
 

@@ -92,9 +92,9 @@ def fuse(program: Program, how: str | None) -> tuple[dict[str, fx.GraphModule], 
     all stages choose alike. None: as the device has it.
     """
     stretches: dict[str, Fused] = {}
-    ranks = {op.segment: _ranks(program, op) for op in program.ops if op.is_flat}
     with_stretches: dict[str, fx.GraphModule] = {}
     hows = {key: this for key, gm in program.segments.items() if (this := how_of(gm, how)) != "none"}
+    ranks = {op.segment: _ranks(program, op) for op in program.ops if op.is_flat and op.segment in hows}
     for key, same in aliased(program).items() if hows else ():
         if key not in hows:
             continue

@@ -1,9 +1,10 @@
 """schedule_reductions: a gradient bucket is reduced when it is complete, beside compute.
 
-A sum over microbatches follows as soon as both of its terms are there. Nothing is waited for earlier on its account:
-the last reductions of a microbatch are beside the forward of the next. A reduction starts when its bucket is complete,
-and a sum over a further axis when what it sums has arrived. No more than the gradients of a layer are in flight: before
-one starts that would be more, the first are waited for. Without overlap each is waited for at once.
+A sum over microbatches follows as soon as both of its terms are there. Where reductions need no memory of the program
+to receive into, nothing is waited for earlier on its account: the last of a microbatch are beside the forward of the
+next. A reduction starts when its bucket is complete, and a sum over a further axis when what it sums has arrived. No
+more than the gradients of a layer are in flight: before one starts that would be more, the first are waited for.
+Without overlap each is waited for at once.
 
 At stage 1 a rank has room for whole gradients until the end of the backward, and what arrives comes on top: no more
 than a layer's of that is in flight, of N ranks their shares of N layers. What is reduced with each microbatch is so as
@@ -47,8 +48,7 @@ def schedule_reductions(program: Program, overlap: bool = True) -> Program:
     kept = {target for target, bucket in bucket_of.items() if bucket in at_end}
     piped = program.role is not None
     if not overlap or (piped and kept) or any(len(op.writes) > 1 for op in starts):
-        some = [op for op in first if op.target not in kept]
-        ops = _soon(_sums_late(ops, some), some, overlap)
+        ops = _soon(ops, [op for op in first if op.target not in kept], overlap)
         ops = _staggered(ops, kept) if overlap else ops
     else:
         once = {target for target, bucket in bucket_of.items() if piped and often[bucket] == 1}
