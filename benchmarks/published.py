@@ -34,17 +34,19 @@ TABLE = Path(__file__).parent / "data" / "published_steps.csv"
 @dataclass(frozen=True)
 class Stack:
     """What a family's software does otherwise. fused: loops over elements are fused. attention: speed of its kernel, of
-    that in the machine's file; 0: scores are materialised. exposed: the part of tensor parallelism's transfers that
-    nothing hides."""
+    that in the machine's file, which is today's; 0: scores are materialised. exposed: the part of tensor parallelism's
+    transfers that nothing hides. eager: Python starts each kernel."""
 
     fused: bool
     attention: float
     exposed: float
+    eager: bool = False
 
 
-# attention: FlashAttention-3's paper says 1.5 to 2 times the speed of version 2 on an H100. exposed: assumed, for
-# Transformer Engine overlaps gathers with products, and Megatron of 2021 did not. Both were set with the rows in view.
-FOUNDRY, MEGATRON, ENGINE = Stack(False, 1.0, 1.0), Stack(True, 0.0, 1.0), Stack(True, 1.75, 0.3)
+# attention: the paper of FlashAttention-2 finds its first version, which the rows of 2023 ran, at 25 to 40 % of an
+# A100's peak, and itself at 50 to 73 %. exposed: assumed, for Transformer Engine overlaps gathers with products, and
+# Megatron of 2021 did not. Both were set with the rows in view.
+FOUNDRY, MEGATRON, ENGINE = Stack(False, 0.55, 1.0, eager=True), Stack(True, 0.0, 1.0), Stack(True, 1.0, 0.3)
 
 
 @dataclass(frozen=True)
