@@ -106,7 +106,8 @@ def _probes(done: Search, one: Candidate) -> bool:
 
 def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[Row | None, float]:
     """(the row with the fewest layers recomputed that fits, how much may still be tried): proposed by what layers hold,
-    then by what each proposal was found to take, until one layer less does not fit, or is no faster."""
+    then by what each proposal was found to take, until one layer less does not fit, or is no faster. One that was too
+    large is mended once, also where no more may be tried."""
     try:
         held, fitted = held_layers(done.problem, one, layers.depth, min(done.share, MOST_SHARE)), None
     except FzeroError:  # as of a schedule for other microbatches
@@ -118,8 +119,9 @@ def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[
         return None, left
     low, high = 0, layers.depth  # of numbers of layers, one that does not fit, and one that does
     count = held.fewest(budget, (high, done.likely(full)[1]), each)
-    count = min(max(count, 1), high - 1)
-    while left >= 1 and low < count < high:
+    count, mended = min(max(count, 1), high - 1), False
+    while (left >= 1 or (low and not mended and fitted is None)) and low < count < high:
+        mended = bool(low)
         first = FirstLayers(count, layers.depth, tuple(sorted(layers.stacks)), one.remat)
         row = done.row_in_full(replace(one, remat=first))
         left -= max(1, done.ops(row.candidate) * TRIES / OPS)

@@ -16,8 +16,9 @@ import fzero
 from fzero import P, optim, tree
 from fzero.hardware import Device, Hardware
 from fzero.ir.mesh import Mesh
+from fzero.planner import some_layers
 from fzero.planner.candidates import Candidate
-from fzero.planner.held_layers import held_layers
+from fzero.planner.held_layers import HeldLayers, held_layers
 from fzero.planner.problem import problem_of
 from fzero.planner.programs import by_rates, step_seconds
 from fzero.planner.sketch import sketched
@@ -66,6 +67,26 @@ def test_one_layer_less_does_not_fit_and_no_number_is_faster(count: int, by_coun
     assert less.peak > memory or less.seconds > planned.seconds
     pasted = eval(planned.python(), {"dataclasses": dataclasses, "spec": spec()})
     assert fzero.lower(pasted, PARAMS, BATCH, world_size=1).digest == planned.lowered.digest
+
+
+def test_a_first_proposal_that_is_too_large_is_mended(
+    by_count: list[fzero.Lowered], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program so large that no second may be tried: the first says how many layers are needed. A plan of 70
+    billion parameters on 1,024 ended there, 12 % slower."""
+    right = HeldLayers.fewest
+
+    def hopeful(held: HeldLayers, budget: float, known: tuple[int, float], each: float) -> int:
+        return 1 if known[0] == LAYERS else right(held, budget, known, each)
+
+    monkeypatch.setattr(some_layers, "OPS", 1)
+    monkeypatch.setattr(HeldLayers, "fewest", hopeful)
+    memory = by_count[1].memory.peak
+    planned = fzero.plan(spec(), PARAMS, BATCH, world_size=1, hardware=CARD, memory=memory)
+    tried = [row.candidate.remat.count for row in planned.table if isinstance(row.candidate.remat, FirstLayers)]
+    assert len(tried) == 2
+    assert min(tried) == 1
+    assert planned.spec.remat == FirstLayers(max(tried), LAYERS, (("layers",),)).rules
 
 
 @pytest.mark.parametrize("counts", [(0, 2, 5, 6, 9, 16), pytest.param(range(17), marks=pytest.mark.acceptance)])
