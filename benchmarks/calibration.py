@@ -45,7 +45,7 @@ USUAL = {
 KNOWN = {"h100": {**USUAL, "attention": 0.3}, "a100": {**USUAL, "attention": 0.6}}
 RECORD = machine.ROOT / "benchmarks" / "results" / "calibration.json"
 NEAR, STEPS, SEED = 0.02, 1500, 0
-BUCKET = 40e6  # Megatron's default
+BUCKET = 40e6  # parameters: Megatron's default
 LIMIT = 0.3  # an error beyond it counts no more than its square: such a row is of another kind
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 
 import pytest
 
 from benchmarks import calibration
-from benchmarks.published import Published, parts, published
+from benchmarks.published import TABLE, Published, parts, published
 from fzero import hardware
 
 
@@ -15,6 +16,20 @@ def test_published_steps_are_read() -> None:
     rows = list(published())
     assert len(rows) == 29
     assert {calibration.preset_of(row) for row in rows} <= set(hardware.presets())
+
+
+@pytest.mark.parametrize("name", ["foundry_beyond_64", "megatron_2021"])
+def test_tables_that_nothing_is_fitted_to_agree_with_themselves(name: str) -> None:
+    """Their ranks are the product of their axes; seconds of a step and tokens a second are one statement."""
+    path = TABLE.parent / f"{name}.csv"
+    with path.open() as file:
+        given = list(csv.DictReader(file))
+    for row, raw in zip(published(path), given, strict=True):
+        assert row.world == row.pp * row.cp * row.dp * row.shape.tp
+        assert row.microbatches * row.shape.rows * row.dp == int(raw["global_batch"])
+        if raw["measured_tok_s_gpu"]:
+            tokens = int(raw["global_batch"]) * row.shape.length / row.world / row.seconds
+            assert tokens == pytest.approx(float(raw["measured_tok_s_gpu"]), rel=0.01)
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.acceptance)])
