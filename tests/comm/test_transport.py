@@ -92,6 +92,24 @@ def test_the_data_axis_is_measured_and_where_there_is_none_the_others(played: An
     assert len(played.measured) == 3
 
 
+def test_ranks_measure_once(played: Any) -> None:
+    """A second state of theirs, over the same mesh and by the same ways, moves bytes as the first one does."""
+    here, other = Presence(0, 1), Presence(0, 1)
+
+    def again(mesh: dict[str, int], presence: Presence, transfers: str = "auto") -> transport.Transport:
+        return transport_for(0, Mesh(tuple(mesh.items())), CPU, transfers, presence)
+
+    first, second = again({"dp": 2}, here), again({"dp": 2}, here)
+    assert len(played.measured) == 1
+    assert (second.why, second.rates) == (first.why, first.rates)
+    assert second.comm.comms["dp"].table == first.comm.comms["dp"].table
+    assert second.comm.comms["dp"] is not first.comm.comms["dp"], "it may swap memory of its own"
+    again({"dp": 2}, other)
+    again({"dp": 3}, here)
+    again({"dp": 2}, here, "p2p")
+    assert len(played.measured) == 4, "other ranks, another mesh, other ways"
+
+
 def test_ranks_of_several_machines_send_messages(played: Any) -> None:
     played.host = None
     found = made({"dp": 2})
