@@ -72,10 +72,11 @@ class Search:
             self.rows[one] = self._probed(one) or self.whole(one)
         return self.rows[one]
 
-    def row_in_full(self, one: Candidate) -> Row:
-        """The same, lowered in full: of a candidate that shallow programs say nothing of, or that may be the answer."""
+    def row_in_full(self, one: Candidate, *, presses: bool = True) -> Row:
+        """The same, lowered in full: of a candidate that shallow programs say nothing of, or that may be the answer.
+        presses: as in `whole`."""
         if one not in self.rows or self.rows[one].probed:
-            self.rows[one] = self.whole(one)
+            self.rows[one] = self.whole(one, presses=presses)
         return self.rows[one]
 
     def correct(self, found: Row, seconds: float) -> None:
@@ -99,15 +100,16 @@ class Search:
         seconds, nbytes = self.alike.corrected([*self.rows.values()])[self.alike.place[one]]
         return float(seconds), float(nbytes)
 
-    def whole(self, one: Candidate) -> Row:
-        """The same of a candidate that is lowered in full. One that is too large is lowered again under the budget."""
+    def whole(self, one: Candidate, *, presses: bool = True) -> Row:
+        """The same of a candidate that is lowered in full. presses: one that is too large is lowered again under the
+        budget."""
         known = self.rows.get(one)
         if one in self.programs and known is not None:
             return known
         row: Row | None = None
         try:
             row = self._lowered(one, None)
-            if self.problem.budget < row.peak <= self.problem.budget * SLACK:
+            if presses and self.problem.budget < row.peak <= self.problem.budget * SLACK:
                 row = self._lowered(one, self.problem.budget)
         except FzeroError as error:
             row = row or Row(one, math.inf, 0, 0, str(error).partition("\n")[0][:SHOWN])
@@ -237,7 +239,8 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     few = [one for one in near if count[_shape(done, one)] < a_mesh] if done.fitting else near
     if done.fitting and is_deep(done.problem):  # what is lowered in full takes minutes: only what may win
         fastest = _fastest(done)
-        near = few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
+        few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
+        near = few = [one for one in few if shallow_say(done.problem, one.ranks)] or few  # it may win over the others
     unseen = [one for one in near if not count[_shape(done, one)]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there

@@ -113,7 +113,8 @@ def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[
     except FzeroError:  # as of a schedule for other microbatches
         return None, left
     full = replace(one, remat="full")
-    budget = done.problem.budget * (1 - ROOM * (is_deep(done.problem) and one.ranks.roles > 1))
+    large = is_deep(done.problem) and one.ranks.roles > 1
+    budget = done.problem.budget * (1 - ROOM * large)
     each = _saved(done, one, full) / (held.most(0) - held.most(layers.depth))
     if each <= 0:
         return None, left
@@ -123,7 +124,7 @@ def _fewest(done: Search, one: Candidate, layers: Layers, left: float) -> tuple[
     while (left >= 1 or (low and not mended and fitted is None)) and low < count < high:
         mended = bool(low)
         first = FirstLayers(count, layers.depth, tuple(sorted(layers.stacks)), one.remat)
-        row = done.row_in_full(replace(one, remat=first))
+        row = done.row_in_full(replace(one, remat=first), presses=not large)  # another layer is what mends it
         left -= max(1, done.ops(row.candidate) * TRIES / OPS)
         fits = done.fits(row)
         if row.refused or (fits and fitted is not None and row.seconds >= fitted.seconds):
