@@ -380,7 +380,9 @@ def _given(values: Mapping[str, Any]) -> frozenset[str]:
     """The fields that a user gave. `dataclasses.replace` gives all: then those that are not their defaults."""
     known = {f.name: f.default for f in fields(Spec)}
     if values.keys() == known.keys():
-        return frozenset(name for name, value in values.items() if value is not known[name])
+        return frozenset(
+            name for name, value in values.items() if type(value) is not type(known[name]) or value != known[name]
+        )
     return frozenset(values)
 
 

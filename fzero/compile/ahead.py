@@ -10,6 +10,7 @@ import torch
 from fzero import backend, progress, tree
 from fzero._torch_compat import untraced_by_dynamo
 from fzero.capture import ambient
+from fzero.capture.graph import Graph
 from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.collector import collector_paused
 from fzero.comm.transport import likely_names, transport_name
@@ -24,11 +25,12 @@ from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.plan_from_spec import plan_for
 from fzero.compile.resolve import by_flags, mesh_of
 from fzero.compile.state_recipe import recipe_for
-from fzero.compile.step import fakes_on
+from fzero.compile.step import captured_step, fakes_on
 from fzero.compile.traced_device import traced_device
 from fzero.cost.bucket_costs import kept_bucket_costs
 from fzero.errors import SpecError
 from fzero.ir.decisions import Decisions
+from fzero.plan.state_plan import Plan
 from fzero.spec import Spec, check_spec
 
 
@@ -91,6 +93,31 @@ def lower_again(
 ) -> Lowered:
     """As `lower`, for who lowers one step many times. captures: what was captured for it before. verified, kept: as in
     `LoweringContext`."""
+    spec, state, batch, plan, context, note = _prepared(spec, params_like, batch_like, world_size, key, decisions)
+    context = replace(context, captures=captures, kept=kept, verified=verified)
+    with progress.shown("lowering the step"):
+        lowered = checked_step(spec, state, batch, plan, context, phase=phase)
+    decide.check_strategies(lowered.decisions, decisions)
+    return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered
+
+
+@untraced_by_dynamo
+@ambient.steady()
+def graph_of(spec: Spec, params_like: Any, batch_like: Any, *, world_size: int, captures: Captures) -> Graph:
+    """What `lower_again` captures of a spec without phases, or finds in `captures`."""
+    spec, state, batch, plan, context, _ = _prepared(spec, params_like, batch_like, world_size, None, None)
+    return captured_step(spec, state, batch, plan, replace(context, captures=captures))
+
+
+def _prepared(
+    spec: Spec,
+    params_like: Any,
+    batch_like: Any,
+    world_size: int | None,
+    key: torch.Tensor | None,
+    decisions: Decisions | Deciders | None,
+) -> tuple[Spec, Any, Any, Plan, LoweringContext, str]:
+    """(the spec, the state and the batch as fake tensors, the plan, the context, a word on the device)."""
     ambient.check_outside("fzero.lower")
     ambient.check("lower", backward=True)
     batch_like = tree.plain(batch_like)
@@ -110,8 +137,5 @@ def lower_again(
     state = fakes_on(tree.unflatten(recipe.treedef, recipe.values), device)
     check_batch(batch_like)
     key_of(batch_like, device)  # as `step` refuses what could change unseen
-    context = LoweringContext(transport, deciders=deciders, captures=captures, kept=kept, verified=verified)
-    with progress.shown("lowering the step"):
-        lowered = checked_step(spec, state, fakes_on(batch_like, device), plan, context, phase=phase)
-    decide.check_strategies(lowered.decisions, decisions)
-    return replace(lowered, choices={**lowered.choices, "device": note}) if note else lowered
+    context = LoweringContext(transport, deciders=deciders)
+    return spec, state, fakes_on(batch_like, device), plan, context, note

@@ -62,8 +62,7 @@ def lower_step(
     state, batch: pytrees of tensors; only shapes and dtypes count.
     """
     step, asked = train_step(spec, fn), _Asked(lowering_options(spec), context)
-    make, captures = partial(_captured, step, asked, state, batch, plan), context.captures
-    captured = make() if captures is None or fn is not None else captures.of(spec, state, batch, plan, make)
+    captured = _captured_once(spec, step, asked, state, batch, plan, fn is None)
     lowered = _lower(step, asked, captured, plan)
     if fn is None:
         paths = [*lowered.graph.state_paths, *lowered.graph.batch_paths]
@@ -73,12 +72,26 @@ def lower_step(
     return lowered
 
 
+def captured_step(spec: Spec, state: Any, batch: Any, plan: Plan, context: LoweringContext) -> Graph:
+    """The graph of a spec's step, as it is captured for `lower_step`."""
+    step, asked = train_step(spec), _Asked(lowering_options(spec), context)
+    return _captured_once(spec, step, asked, state, batch, plan)[0]
+
+
 @dataclass(frozen=True)
 class _Asked:
     """What a spec wants of a program, and what there is to lower it with."""
 
     wanted: LoweringOptions
     context: LoweringContext
+
+
+def _captured_once(
+    spec: Spec, step: TrainStep, asked: _Asked, state: Any, batch: Any, plan: Plan, trains: bool = True
+) -> Captured:
+    """`_captured`, or what is known of the same training step."""
+    make, captures = partial(_captured, step, asked, state, batch, plan), asked.context.captures
+    return captures.of(spec, state, batch, plan, make) if captures is not None and trains else make()
 
 
 @collector_paused()

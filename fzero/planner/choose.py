@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 from fzero.capture.short_tracebacks import short_tracebacks
@@ -17,6 +18,7 @@ from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
 from fzero.planner.candidates import Candidate, default, named
 from fzero.planner.codec_choice import fastest_codec
+from fzero.planner.kept_plans import answered
 from fzero.planner.nothing_fits import nothing_fits
 from fzero.planner.planned import Planned, Row, size
 from fzero.planner.problem import Problem, problem_of
@@ -74,15 +76,26 @@ def plan(
         raise SpecError(f"fzero.plan(most={most!r}): needed a positive int")
 
     def planned(one: Spec) -> Planned:
-        problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
-        return _planned(one, problem, most, phase)
+        step = one.in_phase(phase)
+        problem = problem_of(step, params_like, batch_like, world_size, hardware, memory)
+        found = answered(problem, step, most, partial(_planned, problem, most))
+        if problem.spec.device != one.device:
+            device = Choice(problem.spec.device, f"the type of {problem.hardware.name}", CHOSEN)
+            found = replace(found, choices={**found.choices, "device": device})
+        return found if one.phases is None else _in_phase(found, one, phase or one.phases.first)
 
     found = fastest_codec(spec, codecs, GAIN, planned) if codecs else planned(spec)
     chosen = found.choices.keys() - {"device"}  # the machine says it, no plan: another start may find another
     return replace(found, spec=found.spec.but(planned=chosen))
 
 
-def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Planned:
+def _in_phase(found: Planned, spec: Spec, phase: str) -> Planned:
+    """The plan of a phase as one of the spec with all phases."""
+    concrete = replace(found.spec, optimizer=spec.optimizer, step=spec.step)
+    return replace(found, spec=concrete, programs=lambda: replace(found.lowered, phase=phase))
+
+
+def _planned(problem: Problem, most: int | None) -> Planned:
     """The plan of a problem."""
     problem = replace(problem, rules=tensor_rules(problem))
     sketch = sketched(problem)
@@ -104,14 +117,12 @@ def _planned(spec: Spec, problem: Problem, most: int | None, phase: str) -> Plan
         choices["shard"] = Choice(problem.rules.shard, "found by what a rank's part of the forward would take", CHOSEN)
     concrete, lowered, rest = _concrete(problem, best.candidate, found)
     seconds = step_seconds(lowered, problem.machine)
-    if concrete.device_bytes != spec.device_bytes:
+    if concrete.device_bytes != problem.spec.device_bytes:
         rest = {**rest, "device_bytes": Choice(concrete.device_bytes, "the program fits only under it", CHOSEN)}
-    if concrete.device != spec.device:
-        rest = {**rest, "device": Choice(concrete.device, f"the type of {problem.hardware.name}", CHOSEN)}
-    if spec.phases is not None:
-        concrete = replace(concrete, optimizer=spec.optimizer, step=spec.step)
-        lowered = replace(lowered, phase=phase or spec.phases.first)
-    return Planned(concrete, lowered, seconds, {**choices, **rest}, table, problem.machine, problem.budget)
+    return Planned(
+        concrete, seconds, lowered.memory.peak, {**choices, **rest}, table, problem.machine, problem.budget,
+        problem.world_size, lambda: lowered,
+    )  # fmt: skip
 
 
 def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lowered, Mapping[str, Choice[Any]]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fzero.compile.lowered import Lowered
@@ -55,22 +56,25 @@ class Row:
 class Planned:
     """The answer of `fzero.plan`.
 
-    spec: concrete, to give to `fzero.init`. lowered: its programs, verified. seconds: of a step, predicted. choices: of
-    each field that was open. table: all candidates that were lowered, the fastest first. memory: the budget in bytes.
+    spec: concrete, to give to `fzero.init`. seconds: of a step, predicted. peak: planned bytes of the device of the
+    fullest rank. choices: of each field that was open. table: all candidates that were lowered, the fastest first.
+    memory: the budget in bytes. programs: makes `lowered`.
     """
 
     spec: Spec
-    lowered: Lowered
     seconds: float
+    peak: int
     choices: Mapping[str, Choice[Any]]
     table: tuple[Row, ...]
     machine: Hardware
     memory: int
+    world_size: int
+    programs: Callable[[], Lowered] = field(repr=False, compare=False)
 
-    @property
-    def peak(self) -> int:
-        """Planned bytes of the device of the fullest rank."""
-        return self.lowered.memory.peak
+    @cached_property
+    def lowered(self) -> Lowered:
+        """The programs of the spec, verified. Of an answer that was kept they are lowered when they are asked for."""
+        return self.programs()
 
     def python(self) -> str:
         """The chosen fields as Python to paste, pin and diff. Rules of `shard` need `fzero.P` and `fzero.groups`.
@@ -88,7 +92,7 @@ class Planned:
     def __str__(self) -> str:
         lines = [
             f"{self.seconds:.4g} s a step, {size(self.peak)} of {size(self.memory)} a rank, on "
-            f"{self.lowered.plan.mesh.world_size} ranks of {self.machine.name} (predicted)",
+            f"{self.world_size} ranks of {self.machine.name} (predicted)",
             "",
             *(f"{name:12} {choice.value!s:24} {choice.reason}" for name, choice in self.choices.items()),
             "",

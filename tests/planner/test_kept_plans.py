@@ -1,0 +1,165 @@
+"""kept_plans: the same question has its answer without a search, and any other question none."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from toy_hardware import TOY
+
+import fzero
+from fzero import P, optim
+from fzero.planner import choose, kept_plans
+from fzero.planner.problem import problem_of
+from fzero.planner.some_layers import FirstLayers
+
+LAYERS, WIDTH, ROWS = 6, 64, 256
+DEEP = {"layers": [{name: torch.empty(WIDTH, WIDTH, device="meta") for name in "ab"} for _ in range(LAYERS)]}
+PARAMS = {"layers": DEEP["layers"][:2]}
+BATCH = torch.empty(ROWS, WIDTH, device="meta")
+
+
+def loss(p: Any, x: Tensor) -> Tensor:
+    for layer in p["layers"]:
+        x = x + torch.tanh(torch.tanh(x @ layer["a"]) @ layer["b"])
+    return x.square().mean()
+
+
+def another(p: Any, x: Tensor) -> Tensor:
+    return loss(p, x) * 2
+
+
+def refused(p: Any, x: Tensor) -> Tensor:
+    return loss(p, x) * float(x[0, 0])
+
+
+def spec(**given: Any) -> fzero.Spec:
+    return fzero.Spec(**{"loss": loss, "optimizer": optim.sgd(1e-3), "offload": None, **given})
+
+
+def planned(one: fzero.Spec | None = None, **given: Any) -> fzero.Planned:
+    asked = {"params_like": PARAMS, "batch_like": BATCH, "world_size": 2, "hardware": TOY, "most": 2, **given}
+    return fzero.plan(one or spec(), **asked)
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Plans are kept in a folder of their own; one entry for each search."""
+    monkeypatch.setenv("FZERO_KEEP_LOWERINGS", "1")
+    monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    made, search = list[int](), choose.search
+
+    def counted(*given: Any) -> Any:
+        made.append(1)
+        return search(*given)
+
+    monkeypatch.setattr(choose, "search", counted)
+    return made
+
+
+ONE_RANK = {"mesh": {"dp": 1}, "zero": 0, "microbatches": 1}
+SPLIT = {"mesh": {"tp": 2}, "shard": {"layers/*/a": P(None, "tp"), "layers/*/b": P("tp")}}
+QUESTIONS: dict[str, Callable[[], fzero.Planned]] = {
+    "all open": planned,
+    "some layers": lambda: planned(spec(**ONE_RANK), params_like=DEEP, world_size=1, memory=1_400_000, most=None),
+    "homes open": lambda: planned(fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), mesh={"dp": 2})),
+    "a pipeline": lambda: planned(spec(mesh={"pp": 2}, microbatches=4)),
+    "tensor parallelism": lambda: planned(spec(**SPLIT)),
+    "codecs": lambda: planned(spec(mesh={"dp": 2}, zero=3, remat="none"), codecs=("int8",)),
+    "a phase": lambda: planned(
+        spec(optimizer=fzero.Phases(lambda n: "slow", {"slow": optim.sgd(1e-4), "fast": optim.sgd(1e-2)})), phase="fast"
+    ),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_same_question_has_the_same_answer_without_a_search(question: str, searches: list[int]) -> None:
+    first = QUESTIONS[question]()
+    count = len(searches)
+    assert count
+    again = QUESTIONS[question]()
+    assert len(searches) == count
+    assert str(again) == str(first)
+    for one in dataclasses.fields(fzero.Spec):
+        if one.name not in ("loss", "optimizer"):
+            assert getattr(again.spec, one.name) == getattr(first.spec, one.name), one.name
+    assert (again.spec.given, again.spec.planned) == (first.spec.given, first.spec.planned)
+    assert (again.seconds, again.peak, again.table) == (first.seconds, first.peak, first.table)
+    assert again.choices == first.choices
+    assert again.lowered.digest == first.lowered.digest
+    assert again.lowered.phase == first.lowered.phase
+    if question == "some layers":
+        assert any(isinstance(row.candidate.remat, FirstLayers) for row in again.table)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"one": spec(loss=another)},
+        {"one": spec(optimizer=optim.adamw(1e-3))},
+        {"one": spec(zero=3)},
+        {"one": spec(offload="optimizer")},
+        {"batch_like": torch.empty(2 * ROWS, WIDTH, device="meta")},
+        {"world_size": 4},
+        {"hardware": replace(TOY, device=replace(TOY.device, launch_us=2))},
+        {"memory": 10**6},
+        {"most": 3},
+    ],
+    ids=lambda other: str(*other),
+)
+def test_another_question_is_another(other: dict[str, Any], searches: list[int]) -> None:
+    def key(one: fzero.Spec | None = None, most: int = 2, memory: int | None = None, **given: Any) -> str:
+        asked = {"params_like": PARAMS, "batch_like": BATCH, "world_size": 2, "hardware": TOY, **given}
+        return kept_plans._place(problem_of(one or spec(), memory=memory, **asked), most).key
+
+    assert key()
+    assert key() == key()
+    assert key(**other) not in ("", key())
+
+
+def test_what_cannot_be_captured_is_refused_as_without(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for kept in "10":
+        monkeypatch.setenv("FZERO_KEEP_LOWERINGS", kept)
+        with pytest.raises(fzero.errors.FzeroError) as error:
+            planned(spec(loss=refused))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_nothing_is_captured_for_it_where_nothing_is_kept(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FZERO_KEEP_LOWERINGS", "0")
+    monkeypatch.delattr(kept_plans, "graph_of")
+    planned()
+    assert len(searches) == 1
+
+
+def test_an_answer_that_no_plan_has_is_made_anew(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kept_plans._answer
+    monkeypatch.setattr(kept_plans, "_answer", lambda found: replace(right(found), fields={"zero": [1]}))
+    first = planned()
+    monkeypatch.setattr(kept_plans, "_answer", right)
+    for _ in range(2):
+        assert str(planned()) == str(first)
+    assert len(searches) == 2, "made anew once, and kept"
+
+
+def test_programs_that_are_not_as_foretold_are_said(
+    searches: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss that computes something else for more rows has the same graph for those of the question."""
+    planned()
+    monkeypatch.setattr(kept_plans, "step_seconds", lambda *_: 1.0)
+    with caplog.at_level(logging.WARNING, "fzero"):
+        assert planned().lowered.memory.peak
+    assert "plan again" in caplog.text
+    planned()
+    assert len(searches) == 2
