@@ -25,7 +25,8 @@ def loss(p: Any, x: Any) -> Any:
 def planned(faster: float, **given: Any) -> fzero.Planned:
     machine = hardware.load("h100")
     levels = tuple(replace(level, bytes=level.bytes * faster) for level in machine.levels)
-    spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=3, mesh={"dp": 8}, remat="none", offload=None)
+    fields = {"zero": 3, "mesh": {"dp": 8}, "microbatches": 1, "remat": "none", "offload": None}
+    spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), **fields)
     return fzero.plan(spec, PARAMS, BATCH, world_size=8, hardware=replace(machine, levels=levels), **given)
 
 
