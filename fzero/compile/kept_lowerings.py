@@ -68,8 +68,8 @@ class Kept:
     device: torch.device = CPU
     read: list[str] = field(default_factory=list)
 
-    def of_step(self, graph: Graph, *parts: Any) -> Kept:
-        """The place of what is made of a captured step, and of these parts."""
+    def of_step(self, graph: Graph, *parts: Any, lines: bool = True) -> Kept:
+        """The place of what is made of a captured step, and of these parts. lines: whether it names the user's."""
         nodes = [node for gm in (graph.gm, *(region.gm for region in graph.regions)) for node in gm.graph.nodes]
         if not self.key or os.environ.get(SWITCH) == "0" or op_info.has_foreign_rows():
             return NOTHING
@@ -81,7 +81,7 @@ class Kept:
             return NOTHING
         around = kept_costs.machine(), kernels_here(), ambient.settings(value.device)
         own = dataclasses.replace(self, mode=value.fake_mode, device=value.device)
-        return own.at(_here(), around, _of_graph(graph), *parts)
+        return own.at(_here(), around, _of_graph(graph, lines), *parts)
 
     def at(self, *parts: Any) -> Kept:
         """The place of what is made from these as well. Nothing is kept where one of them has no text."""
@@ -161,22 +161,24 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{value!r} has no text that is the same in every run")
 
 
-def _of_graph(graph: Graph) -> list[Any]:
-    """All of a captured step that lowering reads, as text."""
+def _of_graph(graph: Graph, lines: bool) -> list[Any]:
+    """All of a captured step that lowering reads, as text. lines: also where the user's code stands."""
     regions = [
-        [*_of_nodes(x.gm), x.grad_of, sorted(x.summed), [*x.wire.items()], x.sliced, x.microbatches, x.source]
+        [*_of_nodes(x.gm, lines), x.grad_of, sorted(x.summed), [*x.wire.items()], x.sliced, x.microbatches]
+        + [x.source] * lines
         for x in graph.regions
     ]
     names = [graph.state_paths, graph.batch_paths, [*graph.constants], graph.metric_names, graph.varying_metrics]
-    return [_of_nodes(graph.gm), regions, names]
+    return [_of_nodes(graph.gm, lines), regions, names]
 
 
-def _of_nodes(gm: fx.GraphModule) -> list[Any]:
+def _of_nodes(gm: fx.GraphModule, lines: bool) -> list[Any]:
     """Of a device the type alone: ranks of one machine have their own."""
     found = []
     for node in gm.graph.nodes:
         given = fx.node.map_aggregate((node.args, node.kwargs), lambda x: x.type if isinstance(x, torch.device) else x)
-        noted = [(name, str(what)) for name, what in node.meta.items() if name != "val"]
+        left_out = {"val"} if lines else {"val", "source"}
+        noted = [(name, str(what)) for name, what in node.meta.items() if name not in left_out]
         found.append([node.name, node.op, str(node.target), str(given), _forms(node.meta.get("val")), noted])
     return found
 

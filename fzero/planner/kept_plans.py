@@ -80,7 +80,7 @@ def _place(problem: Problem, most: int | None) -> Kept:
         return NOTHING
     said = [[f.name, getattr(of, f.name)] for f in fields(Spec) if f.init and f.name not in IN_THE_GRAPH]
     world = problem.world_size, problem.rows, problem.hardware, problem.budget
-    return Kept("plan").of_step(graph, said, sorted(problem.given), world, most)
+    return Kept("plan").of_step(graph, said, sorted(problem.given), world, most, lines=False)
 
 
 def _answer(found: Planned) -> Answer:

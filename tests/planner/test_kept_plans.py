@@ -100,6 +100,14 @@ def test_the_same_question_has_the_same_answer_without_a_search(question: str, s
         assert any(isinstance(row.candidate.remat, FirstLayers) for row in again.table)
 
 
+def test_a_line_that_moved_is_no_other_question(searches: list[int]) -> None:
+    """The complaint: with a line more above it, a script was planned anew."""
+    first = planned()
+    again = fzero.plan(spec(), PARAMS, BATCH, world_size=2, hardware=TOY, most=2)
+    assert str(again) == str(first)
+    assert len(searches) == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [
