@@ -21,7 +21,7 @@ from fzero import tree
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
 
-KEPT = 4
+KEPT = 8
 _graphs: list[tuple[Any, str, Graph]] = []  # the last ones, each behind what it is the graph of
 _capture = trace_step.capture
 
