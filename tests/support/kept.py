@@ -6,7 +6,6 @@ same code over the same values, as that of an optimizer that is made anew.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -53,20 +52,24 @@ def _kept(step: Any, state: Any, batch: Any, *, fns: Any, **options: Any) -> Gra
     return _graphs[0][2]
 
 
-def same(a: Any, b: Any, depth: int = 12) -> bool:
-    """Whether two values are one, or plain and equal, or functions of one code over the same values."""
-    if a is b or type(a) is not type(b) or depth == 0:
-        return a is b
+def same(a: Any, b: Any, met: set[tuple[int, int]] | None = None) -> bool:
+    """Whether two values are one, or plain and equal, or functions of one code over the same values.
+
+    met: pairs of functions that are compared already, by id: one may hold itself."""
+    met = set() if met is None else met
+    if a is b or (id(a), id(b)) in met:
+        return True
+    if type(a) is not type(b):
+        return False
     if isinstance(a, FunctionType):
-        return a.__code__ is b.__code__ and same(_held(a), _held(b), depth - 1)
+        met.add((id(a), id(b)))
+        return a.__code__ is b.__code__ and same(_held(a), _held(b), met)
     if isinstance(a, MethodType):
-        return same((a.__func__, a.__self__), (b.__func__, b.__self__), depth - 1)
-    if isinstance(a, functools.partial):
-        return same((a.func, a.args, *a.keywords.items()), (b.func, b.args, *b.keywords.items()), depth - 1)
+        return a.__func__ is b.__func__ and same(a.__self__, b.__self__, met)
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(same(x, y, depth - 1) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(same(x, y, met) for x, y in zip(a, b, strict=True))
     if is_dataclass(a) and not isinstance(a, type):
-        return all(same(getattr(a, one.name), getattr(b, one.name), depth - 1) for one in fields(a))
+        return all(same(getattr(a, one.name), getattr(b, one.name), met) for one in fields(a))
     return isinstance(a, (bool, int, float, complex, str, bytes)) and a == b
 
 
