@@ -1033,7 +1033,7 @@ def test_a_thread_that_draws_meanwhile_is_no_draw_of_the_loss() -> None:
     thread = threading.Thread(target=draws)
     thread.start()
     try:
-        for _ in range(5):
+        for _ in range(2):
             fzero.step(state_of(lambda p, b: (b @ p["w"]).mean() * WIDTH), X)
     finally:
         stop.set()

@@ -641,7 +641,7 @@ def test_a_power_loss_between_any_two_operations():
 
 def test_kills():
     """A part of what tests/acceptance does with every operation."""
-    assert kills("1:8", "2:4") == [[8, []], [4, []]]
+    assert kills("1:8", "2:4") == [(8, []), (4, [])]
 
 
 @pytest.mark.parametrize(("kind", "count"), [("manifest", 400), ("header", 300), ("marker", 300)])

@@ -231,7 +231,7 @@ def test_no_call_of_an_op_of_torchs_database_asks_for_more(name: str, whole: boo
         assert line["given"] <= 1.05 * line["planned"] + workspaces.SLACK, line
 
 
-PARTS = 50  # of the database
+PARTS = 100  # of the database
 KEPT = Path(__file__).parents[2] / "runs" / "workspaces"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kept
 import pytest
 import torch
 from torch import Tensor
@@ -93,3 +94,26 @@ def test_each_field_of_a_spec_is_read_early_or_late() -> None:
     assert names > LATER
     assert {*READ} == names - LATER
     assert "loss_chunks" in READ
+
+
+def test_what_tests_capture_once_is_of_one_code_over_the_same_values() -> None:
+    """As an optimizer that is made anew. (`kept`, by which tests compare stages of one step.)"""
+
+    def times(number: Any, *, also: Any = 1) -> Any:
+        return lambda p, x, by=also: loss(p, x) * number * by
+
+    def itself(depth: int) -> Any:
+        def again(p: Any, x: Tensor) -> Any:
+            return again(p, x) if depth else loss(p, x)
+
+        return again
+
+    table = torch.ones(2)
+    for one, more in [(times, [2, 3, 2.0, table, loss, (2, table)]), (itself, [0, 1]), (optim.lamb, [0.1, 0.2])]:
+        made = [(one(value), one(value)) for value in more]
+        assert all(kept.same(*pair) for pair in made)
+        assert not any(kept.same(a, b) for i, (a, _) in enumerate(made) for b, _ in made[:i])
+    assert not kept.same(times(table), times(torch.ones(2)))
+    assert not kept.same(times(2), times(2, also=2))
+    assert not kept.same(SPEC, SPEC.but(clip_norm=1.0))
+    assert not kept.same(loss, another)

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -29,7 +30,7 @@ from fzero.ir.program import Program
 from fzero.passes import Options
 from fzero.plan.layout import BUCKET_BYTES
 
-MODEL = gpt(layers=2)
+MODEL, ADAMW = gpt(layers=2), fzero.optim.adamw(1e-3)
 KINDS = ("all_gather", "reduce_scatter")
 
 
@@ -43,11 +44,12 @@ HERE = figures((0.0, 0.0), 1e10, 0.0, {2: 1e9, 4: 1e9}, 1e9)
 
 
 def lower(decisions: Any = None, **options: Any) -> fzero.Lowered:
-    spec = fzero.Spec(loss=MODEL.loss, **{"optimizer": fzero.optim.adamw(1e-3), **options})
+    spec = fzero.Spec(loss=MODEL.loss, **{"optimizer": ADAMW, **options})
     world = 1
     for size in (options.get("mesh") or {"dp": 2}).values():
         world *= size
-    return fzero.lower(spec, MODEL.params, MODEL.batch(0, 0), world_size=world, decisions=decisions)
+    with kept.captures():
+        return fzero.lower(spec, MODEL.params, MODEL.batch(0, 0), world_size=world, decisions=decisions)
 
 
 # --- one function for each choice -------------------------------------------------------------------------------------
@@ -220,7 +222,8 @@ def cases_lowered(decisions: Any, options: dict[str, Any]) -> fzero.Lowered:
     for size in options["mesh"].values():
         world *= size
     batch = cases.batch(4 * options["microbatches"])
-    return fzero.lower(cases.spec(**options), cases.layers(16), batch, world_size=world, decisions=decisions)
+    with kept.captures():
+        return fzero.lower(cases.spec(**options), cases.layers(16), batch, world_size=world, decisions=decisions)
 
 
 def test_a_record_that_the_spec_contradicts_is_refused() -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import gloo, values
+from kept import captures
 from torch import Tensor, fx
 
 import fzero
@@ -73,15 +74,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "lowerings"
 
 
-def lowered(kept: Kept, rows: int = 8, **options: Any) -> fzero.Lowered:
+def lowered(kept: Kept, **options: Any) -> fzero.Lowered:
+    with captures():
+        return traced(kept, **options)
+
+
+def traced(kept: Kept, rows: int = 8, **options: Any) -> fzero.Lowered:
     spec = dataclasses.replace(SPEC, **options) if options else SPEC
     return lower_again(spec, PARAMS, torch.empty(rows, 4, 8), captures=None, kept=kept)
 
 
 def again(**options: Any) -> tuple[fzero.Lowered, fzero.Lowered, Kept]:
-    """(the first lowering, the second, what the second read)."""
+    """(the first lowering, the second, what the second read), each of a step that was captured anew."""
     read = Kept()
-    return lowered(Kept(), **options), lowered(read, **options), read
+    return traced(Kept(), **options), traced(read, **options), read
 
 
 def all_of(one: fzero.Lowered) -> list[Any]:

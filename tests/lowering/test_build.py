@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cases
+import kept
 import pytest
 import torch
 from by_hand import Draft
@@ -281,7 +282,7 @@ def test_a_leaf_whose_new_value_is_computed_again_later_is_written_then(mesh: di
     params = {"layers": [{"up": torch.ones(16, 32), "down": torch.ones(32, 16)} for _ in range(3)]}
     rules = {"layers/*/up": fzero.P(None, "tp"), "layers/*/down": fzero.P("tp")} if "tp" in mesh else None
     spec = fzero.Spec(loss=loss, optimizer=fzero.optim.lamb(1e-3), mesh=mesh, zero=zero, shard=rules)
-    program = fzero.lower(spec, params, torch.ones(4, 16), world_size=math.prod(mesh.values())).program
+    program = kept.lower(spec, params, torch.ones(4, 16), math.prod(mesh.values())).program
     new = [name for name, buffer in program.buffers.items() if name.endswith(".new") and buffer.numel > 1]
     assert [name for name in new if name.startswith("opt_state")] == []
 

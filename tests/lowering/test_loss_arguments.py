@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kept
 import pytest
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ def some(state: Any, x: Tensor) -> Any:
 def lowered(step: Any, zero: int, **more: Any) -> tuple[fzero.Lowered, int]:
     """The program, and the bytes of the parameters with their padding."""
     state = {"params": params(), "opt": TX.init(params()), **more}
-    found = fzero.lower(fzero.Spec(step=step, zero=zero), state, torch.empty(2, WIDTH), world_size=RANKS)
+    found = kept.lower(fzero.Spec(step=step, zero=zero), state, torch.empty(2, WIDTH), RANKS)
     return found, 4 * sum(bucket.length for bucket in found.program.buckets.values())
 
 

@@ -67,6 +67,7 @@ def test_a_norm_over_all_updates_leaves_layers_apart() -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.sampled(3)
 def test_a_model_of_matrices_alone_is_updated_in_parts_too(check: str) -> None:
     """Nothing of Adafactor is flat there: the whole update was one run."""
 

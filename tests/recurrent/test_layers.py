@@ -183,11 +183,11 @@ def test_in_bf16_they_are_as_near_to_exact_numbers_as_torchs(name: str) -> None:
     """Sums are rounded at other places: 16-bit numbers are not torch's, and lie no further from exact ones. (Where the
     processor has bf16, torch's LSTM is oneDNN's, and so is ours.)"""
     own = theirs = 0.0
-    for seed in range(8):
+    for seed in range(2):
         torch.manual_seed(seed)
         module = MODULES[name](WIDTH, HIDDEN).bfloat16()
         params, buffers, apply = from_module(module)
-        x = torch.randn(STEPS, ROWS, WIDTH).bfloat16()
+        x = torch.randn(STEPS, 4 * ROWS, WIDTH).bfloat16()
         exact = torch.func.functional_call(module.double(), {k: v.double() for k, v in params.items()}, (x.double(),))[
             0
         ]

@@ -2,8 +2,11 @@
 
 import logging
 import os
+import pickle
+import pickletools
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from torch import fx
 
 import fzero
 from fzero import backend
-from fzero._torch_compat import inductor_lacks, inductor_rounds
+from fzero._torch_compat import compute, inductor_lacks, inductor_rounds
 from fzero.codegen.fusion import Fused
 from fzero.ir import segments
 from fzero.ir.mesh import Mesh
@@ -163,26 +166,24 @@ def test_another_process_loads_what_was_compiled() -> None:
 
 def test_the_cache_key_names_no_module_of_the_user() -> None:
     """A module with a global `torch` that came before torch was in the key of this process, and not of its workers."""
-    named = subprocess.run(
-        [sys.executable, "-c", KEY], env=_env(), capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert named == ["mine", "fzero._torch_compat.compute"]
+    assert helpers.values(helpers.gloo(1, named)) == [["mine", "fzero._torch_compat.compute"]]
 
 
-KEY = """
-import sys, types
-mine = sys.modules["mine"] = types.ModuleType("mine")
-import torch, pickle, pickletools
-mine.torch = torch
-from fzero._torch_compat import compute
-def named():
-    words = [arg for _, arg, _ in pickletools.genops(pickle.dumps(torch.contiguous_format, 4)) if isinstance(arg, str)]
-    assert pickle.loads(pickle.dumps(torch.contiguous_format)) is torch.contiguous_format
-    return words[0]
-print(named())
-with compute._one_key_in_all_processes():
-    print(named())
-"""
+def named() -> list[str]:
+    """The module by which torch's objects are pickled, where the user's comes first; and in fzero's context."""
+    mine, others = types.ModuleType("mine"), dict(sys.modules)
+    mine.torch = torch  # type: ignore[attr-defined]
+    sys.modules.clear()
+    sys.modules.update(mine=mine, **others)
+
+    def first_word() -> str:
+        data = pickle.dumps(torch.contiguous_format, 4)
+        assert pickle.loads(data) is torch.contiguous_format
+        return next(arg for _, arg, _ in pickletools.genops(data) if isinstance(arg, str))
+
+    with compute._one_key_in_all_processes():
+        inside = first_word()
+    return [first_word(), inside]
 
 
 @needs_compiler

@@ -86,7 +86,7 @@ def run(
     Keeps the leaves after the last step, or with `every_step` after each.
     """
     names = {number: "" if spec.phases is None else spec.phases.at(number) for number in range(steps)}
-    by_phase = {name: kept.lower(spec, params, batch(0, 0), world, key, name) for name in names.values()}
+    by_phase = {name: kept.lower(spec, params, batch(0, 0), world, key, name) for name in {*names.values()}}
     plan, mesh = by_phase[names[0]].plan, by_phase[names[0]].plan.mesh
     paths, leaves = start(spec, params, key, plan.data_ranks)
     result = Run(by_phase[names[0]], paths, memory=[storage.shards(plan, leaves, rank) for rank in range(world)])

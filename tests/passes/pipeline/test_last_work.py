@@ -205,7 +205,7 @@ def test_a_tied_embeddings_gradients_are_never_sent_whole(pp: int, schedule: str
         batch = cases.tokens(microbatches, 8, words)
         return fzero.lower(spec, init(fzero.random.key(0)), batch, world_size=2 * pp)
 
-    few, many = made(2 * pp), made(6 * pp)
+    few, many = made(2 * pp), made(4 * pp)
     for lowered in (few, many):
         programs = lowered.programs.values()
         sent = [p.buffers[op.reads[0].name] for p in programs for op in p.ops if op.is_send]

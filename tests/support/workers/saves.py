@@ -17,11 +17,10 @@ import random
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from helpers import gloo, values
 from saved import contents, steps
 
 import fzero
@@ -153,14 +153,14 @@ def saved_by_two(folder: Path) -> Path:
     return final
 
 
-def kills(*words: str) -> list[Any]:
-    """What this file prints when it is run."""
-    support = Path(__file__).parents[1]
-    env = {**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{support.parents[1]}"}
-    command = [sys.executable, __file__, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def kills(*words: str) -> list[tuple[int, list[str]]]:
+    """What this file prints when it is run, from a process of one thread, which may fork."""
+    (found,) = values(gloo(1, told, words, timeout=900))
+    return found
+
+
+def told(words: Iterable[str]) -> list[tuple[int, list[str]]]:
+    return [main(*map(int, word.split(":"))) for word in words]
 
 
 def check(run: Path, world: int, kill: list[Any], saved: dict[int, Any]) -> list[str]:
@@ -238,4 +238,4 @@ def main(world: int, count: int) -> tuple[int, list[str]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([main(*map(int, word.split(":"))) for word in sys.argv[1:]]))
+    print(json.dumps(told(sys.argv[1:])))
