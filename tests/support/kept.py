@@ -1,7 +1,8 @@
 """Lowering in which a step is captured once for all the stages, worlds and schedules that a test compares.
 
-A graph is immutable and says nothing of where state lies, and to capture it is half of the work. Equal are steps with
-the same functions: an optimizer that is made anew has other ones.
+A graph is immutable and says nothing of where state lies, and to capture it is half of the work. What a rank of the
+axes that cut dims computes of it is kept too, as a planner keeps it. Equal are steps with the same functions: an
+optimizer that is made anew has other ones.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import fzero
 from fzero import tree
 from fzero.capture import trace_step
 from fzero.capture.graph import Graph
+from fzero.compile.ahead import lower_again
+from fzero.compile.captures import Captures
 
 KEPT = 4
 _graphs: list[tuple[Any, str, Graph]] = []  # the last ones, each behind what it is the graph of
 _capture = trace_step.capture
+_captures = Captures()
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def lower(
     spec: fzero.Spec, params: Any, batch: Any, world: int | None = None, key: Tensor | None = None, phase: str = ""
 ) -> fzero.Lowered:
     with captures():
-        return fzero.lower(spec, params, batch, world_size=world, key=key, phase=phase)
+        return lower_again(spec, params, batch, world_size=world, key=key, phase=phase, captures=_captures)
 
 
 def _kept(step: Any, state: Any, batch: Any, *, fns: Any, **options: Any) -> Graph:
