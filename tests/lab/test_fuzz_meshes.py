@@ -327,7 +327,7 @@ def test_a_checkpoint_goes_to_another_mesh_in_bits_and_trains_on(number: int, fo
 
 
 def test_a_bit_that_is_lost_on_the_way_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = checkpoints.draw_pair(0, 5)
+    first, second = checkpoints.draw_pair(0, 10)
     sound = checkpoints._loaded
 
     def broken(plan: Any, rank: int, homes: Any, saved: Path) -> None:

@@ -116,7 +116,7 @@ def test_each_kind_is_of_any_program_or_of_one_part() -> None:
 
 def test_mutants_of_several_axes_are_refused() -> None:
     """One of each kind at least; 1,500 under `make acceptance`."""
-    report = run(count=1, seed=1, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
+    report = run(count=1, seed=2, each=1, unbroken=1, kinds=tuple(AXES), source=draw_parallel)
     assert report.good, report
     assert min(report.changing[kind] for kind in AXES) >= 1
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import cases
 import hf_models
+import kept
 import pytest
 import torch
 from coded_cases import GRIDS, params_of, rows, same, start
@@ -195,13 +196,14 @@ def test_processes_of_replicas_of_nodes_too() -> None:
 
 
 EXACT = ("norm/b",)
+WIDE_INIT, WIDE_LOSS = cases.gpt(vocab=2048, width=256, depth=1)
+ADAMW = optim.adamw(1e-3)
 
 
 def sent(world: int = 4, zero: int = 3, **given: Any) -> tuple[Counter[str], int]:
     """(bytes by kind of transfer, elements of the matrices) of a GPT whose leaves are matrices but for 1 %."""
-    init, loss = cases.gpt(vocab=2048, width=256, depth=1)
-    spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), zero=zero, **given)
-    program = fzero.lower(spec, init, cases.tokens(2, 64, 2048), world_size=world).program
+    spec = fzero.Spec(loss=WIDE_LOSS, optimizer=ADAMW, zero=zero, **given)
+    program = kept.lower(spec, WIDE_INIT, cases.tokens(2, 64, 2048), world).program
     found: Counter[str] = Counter()
     for op in program.ops:
         found[op.kind] += wire_bytes(program, op)
@@ -229,10 +231,9 @@ def test_replicas_of_nodes_send_their_slices_to_each_other() -> None:
     assert found["all_gather_values"] == pytest.approx(1 / 2 * 1.0625 * elements, rel=0.01)
     plain, _ = sent(precision=Precision(compute="bf16"), **given)
     assert plain["all_reduce"] == pytest.approx(1 / 2 * 4 * elements, rel=0.01)
-    init, loss = cases.gpt(vocab=2048, width=256, depth=1)
     policy = Precision(compute="bf16", reduce="int8", exact=EXACT)
-    spec = fzero.Spec(loss=loss, optimizer=optim.sgd(0.1), precision=policy, **given)
-    account = coding(fzero.lower(spec, init, cases.tokens(2, 64, 2048), world_size=4).program, policy)
+    spec = fzero.Spec(loss=WIDE_LOSS, optimizer=optim.sgd(0.1), precision=policy, **given)
+    account = coding(fzero.lower(spec, WIDE_INIT, cases.tokens(2, 64, 2048), world_size=4).program, policy)
     assert account.saved == pytest.approx(sum(plain.values()) - sum(found.values()), rel=0.02)
 
 

@@ -110,7 +110,7 @@ class TestWithoutADevice:
         assert all(one["loads"] == one["vectors"] for one in norms), norms
 
     def test_depth_adds_no_cluster(self, told: dict[str, Any]) -> None:
-        assert told["auto"]["clusters"] == told["clusters_of_a_third"]
+        assert told["auto"]["clusters"] == told["clusters_of_two_layers"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a device")

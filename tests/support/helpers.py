@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -182,7 +183,9 @@ def server() -> Any:
     """The server that forks processes which have imported torch, with the names of `multiprocessing`."""
     context = multiprocessing.get_context("forkserver")
     # capture needs the first, test files the last: together they take two seconds, which no process has to wait for
-    context.set_forkserver_preload(["torch._dynamo", "fzero", "pytest", "hypothesis", "hypothesis.strategies"])
+    names = ["torch._dynamo", "fzero", "pytest", "hypothesis", "hypothesis.strategies"]
+    trainer = ["transformers.trainer"] if "transformers" in sys.modules else []  # as long again, with what it imports
+    context.set_forkserver_preload(names + trainer)
     return context
 
 

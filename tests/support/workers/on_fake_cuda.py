@@ -73,7 +73,7 @@ def kernels(found: Any, capabilities: list[int]) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     layers, size = int(sys.argv[1]), MODELS[sys.argv[2]]
-    built = kernels(lowered(replace(size, layers=2), "auto"), [int(number) for number in sys.argv[3:]])
-    shallow = lowered(replace(size, layers=layers // 3), "auto").roofline()
+    shallow = lowered(replace(size, layers=2), "auto")
+    built = kernels(shallow, [int(number) for number in sys.argv[3:]])
     accounts = {how: told(lowered(replace(size, layers=layers), how), how) for how in ("none", "auto")}
-    print(json.dumps({**accounts, "clusters_of_a_third": shallow.clusters, "kernels": built}))
+    print(json.dumps({**accounts, "clusters_of_two_layers": shallow.roofline().clusters, "kernels": built}))
