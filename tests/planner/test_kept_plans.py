@@ -16,6 +16,7 @@ from toy_hardware import TOY
 
 import fzero
 from fzero import P, optim
+from fzero.ir import op_info
 from fzero.planner import choose, kept_plans
 from fzero.planner.problem import problem_of
 from fzero.planner.some_layers import FirstLayers
@@ -54,6 +55,7 @@ def searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """Plans are kept in a folder of their own; one entry for each search."""
     monkeypatch.setenv("FZERO_KEEP_LOWERINGS", "1")
     monkeypatch.setenv("FZERO_CACHE", str(tmp_path))
+    monkeypatch.setattr(op_info, "_foreign", set())  # those of other tests
     made, search = list[int](), choose.search
 
     def counted(*given: Any) -> Any:
