@@ -84,7 +84,7 @@ def test_a_penalty_costs_no_gather_and_holds_no_gradients(penalty: str, plain: f
     assert low.memory.peak - constants < plain.memory.peak + 2 * layer
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"zero": 0}, {"precision": "autocast"}, {"mesh": {"pp": 2}, "zero": 0, "microbatches": 2}],

@@ -97,6 +97,7 @@ def all_of(one: fzero.Lowered) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+@pytest.mark.sampled(7)
 def test_what_was_kept_is_what_lowering_makes(options: dict[str, Any]) -> None:
     first, second, kept = again(**options)
     axes = sum(name not in ("pp", "dp", "dp_out") for name in options.get("mesh", {}))

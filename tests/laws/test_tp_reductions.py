@@ -66,6 +66,7 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.sampled(4)
 def test_reductions_over_a_sharded_dim_are_those_of_one_rank(name: str) -> None:
     params, batch = example()
 

@@ -68,6 +68,7 @@ def sent(program: Program, kind: str) -> int:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.sampled(2)
 def test_the_gradients_of_perturbed_parameters_are_reduced_as_those_of_parameters(zero: int) -> None:
     """Each rank sent all of them to each other rank, and all perturbed parameters were whole at once."""
     made, whole = lowered(sharp, zero)

@@ -72,6 +72,7 @@ def test_lowering_reduces_to_what_each_rank_updates(zero: Any) -> None:
 
 @pytest.mark.parametrize("zero", WAYS)
 @pytest.mark.parametrize("given", [{}, EACH, {**EACH, "precision": WIRE}], ids=["one", "each", "wire"])
+@pytest.mark.sampled(8)
 def test_no_pass_mends_a_reduction_of_elementwise_updates(zero: Any, given: dict[str, Any]) -> None:
     """The gathers that the rest of the step was written on are dropped; the transfers stay as they are."""
     program = cases.naive(4, zero=zero, mesh=BOTH, **given)
@@ -101,6 +102,7 @@ def test_a_gradient_that_is_read_whole_is_all_reduced(mesh: dict[str, int], give
 @pytest.mark.parametrize("given", [{}, EACH, {**EACH, "precision": WIRE}], ids=["one", "each", "wire"])
 @pytest.mark.parametrize("mesh", [{"dp": 4}, BOTH], ids=str)
 @pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.sampled(6)
 def test_where_ranks_hold_slices_of_gradients_it_is_gathered(
     zero: int, mesh: dict[str, int], given: dict[str, Any]
 ) -> None:

@@ -52,7 +52,7 @@ CHECKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", OF_WHOLE_LEAVES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_what_works_on_whole_leaves_has_those_of_one_layer_at_a_time(name: str, check: str) -> None:
     """The complaint: over 8 ranks ZeRO-3 with Adafactor took four times the parameters, with Muon once; AdamW an
     eighth. (A gather may start while the layer before it is at work.)"""
@@ -95,7 +95,7 @@ def test_each_gradient_is_gathered_once() -> None:
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_adafactor_takes_about_what_an_optimizer_with_a_moment_does(zero: int, clip: float | None) -> None:
     """Without stages, too: what it works with was kept for all leaves beside their gradients."""
     adafactor, sgd = (
