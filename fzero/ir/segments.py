@@ -92,10 +92,10 @@ def copy_segment(*likes: torch.Tensor) -> fx.GraphModule:
     graph = fx.Graph()
     values = [graph.placeholder(f"x{i}") for i in range(len(likes))]
     dests = [graph.placeholder(f"into{i}") for i in range(len(likes))]
-    for value, dest, like in zip(values, dests, likes, strict=True):
+    with FakeTensorMode():  # one for all: to make one reads the whole stack
+        fakes = [torch.empty(like.shape, dtype=like.dtype) for like in likes]
+    for value, dest, fake in zip(values, dests, fakes, strict=True):
         done = graph.call_function(aten.copy_.default, (dest, value))
-        with FakeTensorMode():
-            fake = torch.empty(like.shape, dtype=like.dtype)
         for node in (value, dest, done):
             node.meta["val"] = fake
     graph.output([])
