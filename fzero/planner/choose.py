@@ -61,6 +61,9 @@ def plan(
     it saves more than the model's error. phase: of a spec with `fzero.Phases`, whose programs are compared; "" for the
     first.
 
+    The answer is kept on this machine: the same question has it without a search, and its programs are lowered when
+    `planned.lowered` is read. `FZERO_KEEP_LOWERINGS=0` turns that off.
+
     Raises `NothingFitsError` (a SpecError) where nothing fits: it has the least that was found, and what would fit.
 
     >>> import torch, fzero
