@@ -79,9 +79,8 @@ def plan(
         raise SpecError(f"fzero.plan(most={most!r}): needed a positive int")
 
     def planned(one: Spec) -> Planned:
-        step = one.in_phase(phase)
-        problem = problem_of(step, params_like, batch_like, world_size, hardware, memory)
-        found = answered(problem, step, most, partial(_planned, problem, most))
+        problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
+        found = answered(problem, most, partial(_planned, problem, most))
         if problem.spec.device != one.device:
             device = Choice(problem.spec.device, f"the type of {problem.hardware.name}", CHOSEN)
             found = replace(found, choices={**found.choices, "device": device})

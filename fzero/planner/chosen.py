@@ -58,9 +58,23 @@ def with_chosen(spec: Spec, chosen: Any, where: str) -> Spec:
         raise SpecError(f"{where}: {error}") from None
 
 
+def rules_as_data(shard: Mapping[str, P]) -> dict[str, Any]:
+    """Rules of `shard` as plain data.
+
+    >>> rules_as_data({"blocks/*/up": P("tp"), "blocks/*/down": P(None, "tp")})
+    {'blocks/*/up': ['tp'], 'blocks/*/down': [None, 'tp']}
+    """
+    return {rule: [_dim(dim) for dim in dims] for rule, dims in shard.items()}
+
+
+def rules_of(data: Mapping[str, Any]) -> dict[str, P]:
+    """The rules that `rules_as_data` gave as data. Raises TypeError for what it did not."""
+    return {rule: _rule_of(dims) for rule, dims in data.items()}
+
+
 def _as_data(name: str, value: Any) -> Any:
     if name == "shard":
-        return {rule: [_dim(dim) for dim in dims] for rule, dims in value.items()}
+        return rules_as_data(value)
     if name == "precision":
         return {part: getattr(value, part) for part in PRECISION}
     if isinstance(value, Pipeline):
@@ -78,7 +92,7 @@ def _value(spec: Spec, name: str, value: Any) -> Any:
     """The field's value. Raises TypeError for a field that no plan chooses, and for a value of another type."""
     policy = spec.numerics.policy
     if name == "shard":
-        return {rule: _rule_of(dims) for rule, dims in value.items()}
+        return rules_of(value)
     if name == "precision":
         own = policy.gather is not None or policy.reduce in CODECS
         return spec.precision if own else replace(policy, **{part: value[part] for part in PRECISION})

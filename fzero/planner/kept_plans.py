@@ -21,7 +21,7 @@ from fzero.compile.resolve import mesh_of
 from fzero.errors import FzeroError
 from fzero.ir.decisions import Choice
 from fzero.planner.candidates import Candidate, default, fixed
-from fzero.planner.chosen import chosen_of, with_chosen
+from fzero.planner.chosen import rules_as_data, rules_of
 from fzero.planner.planned import Planned, Row
 from fzero.planner.problem import Problem
 from fzero.planner.programs import lowered_of, step_seconds
@@ -34,8 +34,8 @@ NEAR = 1e-6  # of the seconds
 
 @dataclass(frozen=True)
 class Answer:
-    """What is kept of a plan. fields: of its Spec. rules: of `shard`, where they were chosen, as of `chosen_of`.
-    choices: of `Planned`, but for values that the Spec has."""
+    """What is kept of a plan. fields: of its Spec. rules: of `shard`, as data. choices: of `Planned`, but for values
+    that the Spec has."""
 
     fields: Mapping[str, Any]
     rules: Mapping[str, Any]
@@ -45,9 +45,8 @@ class Answer:
     table: tuple[Row, ...]
 
 
-def answered(problem: Problem, spec: Spec, most: int | None, make: Callable[[], Planned]) -> Planned:
-    """The answer that was kept for a problem, else the one that is made. spec: as the user gave it. most: as in
-    `fzero.plan`."""
+def answered(problem: Problem, most: int | None, make: Callable[[], Planned]) -> Planned:
+    """The answer that was kept for a problem, else the one that is made. most: as in `fzero.plan`."""
     place, made = _place(problem, most), list[Planned]()
 
     def answer() -> Answer:
@@ -59,7 +58,7 @@ def answered(problem: Problem, spec: Spec, most: int | None, make: Callable[[], 
         if made:
             return made[0]
         try:
-            return _planned(found, problem, spec, place)
+            return _planned(found, problem, place)
         except (FzeroError, AttributeError, TypeError) as error:
             log.debug("fzero: a kept plan is not read: %s", error)
             place.forget()
@@ -85,15 +84,13 @@ def _place(problem: Problem, most: int | None) -> Kept:
 
 def _answer(found: Planned) -> Answer:
     names = {f.name for f in fields(Candidate)} | found.choices.keys() - {"shard"}
-    rules = chosen_of(found.spec.but(planned={"shard"} & found.choices.keys()))
     choices = {name: replace(one, value=None) for name, one in found.choices.items()}
     values = {name: getattr(found.spec, name) for name in sorted(names)}
-    return Answer(values, rules, found.seconds, found.peak, choices, found.table)
+    return Answer(values, rules_as_data(found.spec.shard or {}), found.seconds, found.peak, choices, found.table)
 
 
-def _planned(found: Answer, problem: Problem, given: Spec, place: Kept) -> Planned:
-    shard = with_chosen(given, found.rules, "a kept plan").shard
-    spec = replace(problem.spec, shard=shard, **found.fields)
+def _planned(found: Answer, problem: Problem, place: Kept) -> Planned:
+    spec = replace(problem.spec, shard=rules_of(found.rules) or problem.spec.shard, **found.fields)
     choices = {name: replace(one, value=getattr(spec, name)) for name, one in found.choices.items()}
     table = tuple(replace(row, candidate=_hashable(row.candidate)) for row in found.table)
 

@@ -16,7 +16,10 @@ from toy_hardware import TOY
 
 import fzero
 from fzero import P, optim
+from fzero._torch_compat import FakeTensorMode
+from fzero.compile.kept_lowerings import NOTHING
 from fzero.ir import op_info
+from fzero.ir.packed import pack, unpack
 from fzero.planner import choose, kept_plans
 from fzero.planner.problem import problem_of
 from fzero.planner.some_layers import FirstLayers
@@ -100,6 +103,18 @@ def test_the_same_question_has_the_same_answer_without_a_search(question: str, s
     assert again.lowered.phase == first.lowered.phase
     if question == "some layers":
         assert any(isinstance(row.candidate.remat, FirstLayers) for row in again.table)
+
+
+def test_rules_that_were_found_are_kept(searches: list[int]) -> None:
+    """The complaint: 70 billion on 1,024 were planned anew each time, for the rules that were found were read without
+    the mesh."""
+    found = planned(spec(**SPLIT))
+    open_ = problem_of(spec(), PARAMS, BATCH, 2, TOY, None)
+    kept = unpack(pack(kept_plans._answer(found)), FakeTensorMode())
+    again = kept_plans._planned(kept, open_, NOTHING)
+    assert again.spec.shard == SPLIT["shard"]
+    assert again.spec.mesh == found.spec.mesh
+    assert again.lowered.digest == found.lowered.digest
 
 
 def test_a_line_that_moved_is_no_other_question(searches: list[int]) -> None:
