@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from fzero.compile.ahead import graph_of
 from fzero.compile.kept_lowerings import NOTHING, SWITCH, Kept
 from fzero.compile.lowered import Lowered
 from fzero.compile.resolve import mesh_of
+from fzero.compile.state_recipe import recipe_for
 from fzero.errors import FzeroError
 from fzero.ir.decisions import Choice
 from fzero.planner.candidates import Candidate, default, fixed
@@ -74,12 +77,13 @@ def _place(problem: Problem, most: int | None) -> Kept:
     try:
         spec, batch = one.spec(of, problem.rules.shard), problem.batch_of(rows)
         graph = graph_of(spec, problem.params_like, batch, world_size=problem.world_size, captures=problem.captures)
+        own = recipe_for(spec, problem.params_like, None, torch.device("cpu")).per_rank  # the graph does not show them
     except Exception as error:  # of the user's functions, too: planning says what is wrong
         log.debug("fzero: no plan is kept: %s", error)
         return NOTHING
     said = [[f.name, getattr(of, f.name)] for f in fields(Spec) if f.init and f.name not in IN_THE_GRAPH]
     world = problem.world_size, problem.rows, problem.hardware, problem.budget
-    return Kept("plan").of_step(graph, said, sorted(problem.given), world, most, lines=False)
+    return Kept("plan").of_step(graph, said, sorted(problem.given), sorted(own), world, most, lines=False)
 
 
 def _answer(found: Planned) -> Answer:
@@ -95,7 +99,11 @@ def _planned(found: Answer, problem: Problem, place: Kept) -> Planned:
     table = tuple(replace(row, candidate=_hashable(row.candidate)) for row in found.table)
 
     def programs() -> Lowered:
-        lowered = lowered_of(problem, spec, mesh_of(spec, problem.world_size))
+        try:
+            lowered = lowered_of(problem, spec, mesh_of(spec, problem.world_size))
+        except FzeroError:
+            place.forget()
+            raise
         seconds = step_seconds(lowered, problem.machine)
         if lowered.memory.peak != found.peak or not math.isclose(seconds, found.seconds, rel_tol=NEAR):
             log.warning("fzero: a plan that was kept is of another step. It is removed: plan again")
@@ -108,4 +116,4 @@ def _planned(found: Answer, problem: Problem, place: Kept) -> Planned:
 
 
 def _hashable(one: Candidate) -> Candidate:
-    return replace(one, remat=fixed(one.remat), offload=fixed(one.offload))
+    return replace(one, zero=fixed(one.zero), remat=fixed(one.remat), offload=fixed(one.offload))

@@ -150,6 +150,48 @@ def test_another_question_is_another(other: dict[str, Any], searches: list[int])
     assert key(**other) not in ("", key())
 
 
+def test_a_leaf_of_each_rank_is_another_question(searches: list[int]) -> None:
+    """The complaint: a state was said to fit in the bytes of its shards, after a plan of the same step with shards."""
+
+    def stepped(state: Any, x: Tensor) -> Any:
+        value, grads = fzero.value_and_grad(loss)(state["params"], x)
+        less = fzero.tree.map(lambda p, g: p - g, state["params"], grads)
+        return {"params": less, "own": state["own"] / 2}, {"loss": value}
+
+    def peak(own: Any) -> int:
+        one = fzero.Spec(step=stepped, offload=None, remat="none", mesh={"dp": 2}, zero=3, microbatches=1)
+        found = planned(one, params_like={"params": PARAMS, "own": own})
+        assert found.peak == found.lowered.memory.peak
+        return found.peak
+
+    leaf = torch.zeros(8 * WIDTH, WIDTH)
+    assert peak(fzero.per_rank(leaf)) > peak(leaf)
+    assert len(searches) == 2
+
+
+def test_rows_of_a_kept_table_are_keys(searches: list[int]) -> None:
+    one = spec(zero={"layers/0/**": 3, "**": 1}, mesh={"dp": 2}, microbatches=1, remat="none")
+    first, again = planned(one), planned(one)
+    assert len(searches) == 1
+    assert {row.candidate for row in again.table} == {row.candidate for row in first.table}
+
+
+def test_an_answer_without_programs_is_removed(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a loss that has come to refuse other rows than those of the question."""
+
+    def refuses(*_: Any) -> None:
+        raise fzero.SpecError("not these rows")
+
+    planned()
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_plans, "lowered_of", refuses)
+        with pytest.raises(fzero.SpecError, match="not these rows"):
+            _ = planned().lowered
+    assert len(searches) == 1
+    planned()
+    assert len(searches) == 2
+
+
 def test_what_cannot_be_captured_is_refused_as_without(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for kept in "10":

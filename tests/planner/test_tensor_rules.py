@@ -107,7 +107,6 @@ def test_without_rules_no_mesh_has_the_axis() -> None:
 
 
 @cache
-@cache
 def large() -> Problem:
     """A GPT of 24 wide layers for 1,024 ranks."""
     module = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "plan.py"))
