@@ -157,6 +157,8 @@ def _concrete(problem: Problem, one: Candidate, found: Search) -> tuple[Spec, Lo
     if again.memory.peak > problem.budget:
         spec = replace(spec, device_bytes=problem.budget, prefetch=problem.spec.prefetch)
         again = lowered_of(problem, spec, one.ranks)
+    if "prefetch" in rest:  # role 0 may have had another
+        rest["prefetch"] = replace(rest["prefetch"], value=spec.prefetch)
     return spec, again, rest
 
 

@@ -230,3 +230,15 @@ def test_programs_that_are_not_as_foretold_are_said(
     assert "plan again" in caplog.text
     planned()
     assert len(searches) == 2
+
+
+def test_a_choice_has_the_value_of_the_spec() -> None:
+    """The complaint: of a pipeline under a budget the reasons had the depth of role 0, and the Spec another one."""
+    given = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 4, "zero": 3, "remat": "none", "reduce": "each"}
+    one = spec(optimizer=optim.adamw(1e-3), **given)
+    asked: dict[str, Any] = {"params_like": DEEP, "batch_like": BATCH[:64], "world_size": 4, "most": 1}
+    loose = planned(one, **asked)
+    tight = planned(one, memory=int(loose.peak * 0.97), **asked)
+    assert "device_bytes" in tight.choices, "it is lowered under the budget"
+    for name, choice in tight.choices.items():
+        assert choice.value == getattr(tight.spec, name), name
