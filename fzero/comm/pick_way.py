@@ -37,6 +37,11 @@ LONG = 0.01  # seconds of a product that is not run again
 WAYS = {"all_gather": ("shared", "p2p", "gloo"), "reduce_scatter": ("shared", "p2p")}
 
 CODING = ("encode", "decode")
+FIGURES = (
+    *(f"{kind} {size}" for kind in WAYS for size in SIZES),
+    *(f"{codec} {way}" for codec in CODECS for way in CODING),
+    *("bf16", "f32", "memory", "hidden"),
+)  # that are kept, and what rates are made of
 
 Table = Mapping[tuple[str, int], str]
 
@@ -69,17 +74,18 @@ def measured(
     }
     fastest = [min(costs[key], key=costs[key].__getitem__) for key in keys]
     table = dict(zip(keys, _from_rank_0(fastest, world_size), strict=True))
-    seconds = {key: costs[key][table[key]] for key in keys}
-    largest = ("all_gather", SIZES[-1])
-    beside = _hidden(moves[largest], comms[table[largest]])
-    coded = {f"{codec} {way}": x * 1e-9 for codec in CODECS for way, x in zip(CODING, nanoseconds(codec), strict=True)}
-    spent = {f"{kind} {size}": took for (kind, size), took in seconds.items()}
-    speeds = {"hidden": beside, "bf16": _flops(torch.bfloat16), "f32": _flops(torch.float32), "memory": _memory()}
-    figures = {name: float(f"{value:.3g}") for name, value in {**coded, **spent, **speeds}.items()}
+    spent = {f"{kind} {size}": _rounded(costs[kind, size][table[kind, size]]) for kind, size in keys}
+    judged = {f"{kind} {SIZES[-1]}": spent[f"{kind} {SIZES[-1]}"] for kind in WAYS}
     question = f"{', '.join(comms)} among {ranks} of {world_size} ranks"
-    if rank == 0:
-        figures = kept_costs.steady("transfers", question, figures, [f"{kind} {SIZES[-1]}" for kind in WAYS])
-    figures = dict(zip(sorted(figures), _from_rank_0([figures[x] for x in sorted(figures)], world_size), strict=True))
+    kept = kept_costs.steady("transfers", question, FIGURES, judged) if rank == 0 else {}
+    told: list[float] = _from_rank_0([kept[x] for x in FIGURES if kept], world_size)
+    if not told:  # then it is measured, by all ranks: they move bytes for it together
+        largest = ("all_gather", SIZES[-1])
+        new = {**spent, **_computing(), "hidden": _rounded(_hidden(moves[largest], comms[table[largest]]))}
+        if rank == 0:
+            kept_costs.remember("transfers", {question: new}, anew=True)
+        told = _from_rank_0([new[x] for x in FIGURES], world_size)
+    figures = dict(zip(FIGURES, told, strict=True))
     fits = {kind: fitted({size: figures[f"{kind} {size}"] for size in SIZES}) for kind in WAYS}
     rates = Rates(
         latency={kind: fit[0] for kind, fit in fits.items()},
@@ -97,6 +103,17 @@ def _from_rank_0(local: Sequence[Any], world_size: int) -> list[Any]:
     """Rank 0's list, on every rank."""
     values: list[Any] = json.loads(tell(json.dumps(local).encode(), world_size, None)[0])
     return values
+
+
+def _computing() -> dict[str, float]:
+    """What of the rates does not depend on transfers, by name."""
+    coded = {f"{codec} {way}": x * 1e-9 for codec in CODECS for way, x in zip(CODING, nanoseconds(codec), strict=True)}
+    speeds = {"bf16": _flops(torch.bfloat16), "f32": _flops(torch.float32), "memory": _memory()}
+    return {name: _rounded(value) for name, value in {**coded, **speeds}.items()}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 class _Move:

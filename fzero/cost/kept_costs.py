@@ -24,7 +24,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -141,15 +141,15 @@ def read(kind: str) -> dict[str, Figures]:
         return {}
 
 
-def steady(kind: str, question: str, figures: Figures, judged: Sequence[str]) -> Figures:
-    """The figures that an earlier run kept for a question, as long as each of `judged` is within a factor NEAR of what
-    was measured now; else these, which are kept in their place. So runs on one machine choose alike."""
+def steady(kind: str, question: str, names: Collection[str], judged: Figures) -> Figures:
+    """The figures that an earlier run kept for a question, if they have these names, and as long as each of `judged` is
+    within a factor NEAR of what was measured now; else none. So runs on one machine choose alike, and measure no more
+    than these."""
     before = read(kind).get(question, {})
-    if before.keys() == figures.keys() and all(
-        before[name] <= NEAR * figures[name] and figures[name] <= NEAR * before[name] for name in judged
-    ):
-        return before
-    return remember(kind, {question: figures}, anew=True).get(question, figures)
+    near = before.keys() == {*names} and all(
+        before[name] <= NEAR * now and now <= NEAR * before[name] for name, now in judged.items()
+    )
+    return before if near else {}
 
 
 def remember(kind: str, new: Mapping[str, Figures], anew: bool = False) -> dict[str, Figures]:

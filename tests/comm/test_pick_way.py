@@ -132,8 +132,26 @@ def test_figures_stay_as_long_as_they_are_near(clock: list[float], monkeypatch: 
     assert slower(kept_costs.NEAR * 1.2 * 0.5) == other
 
 
+def test_what_is_kept_is_not_measured_again(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the ways of transfers are, by which rank 0 sees whether the rest is as it was; unless the file lacks one."""
+    echo(monkeypatch)
+    asked: list[str] = []
+    for name in ("_hidden", "_computing"):
+        old = getattr(pick_way, name)
+        monkeypatch.setattr(pick_way, name, lambda *given, name=name, old=old: asked.append(name) or old(*given))
+    first = measured(comms(clock), RANKS, RANKS)
+    assert sorted(asked) == ["_computing", "_hidden"]
+    assert measured(comms(clock), RANKS, RANKS) == first
+    assert len(asked) == 2
+    ((question, figures),) = kept_costs.read("transfers").items()
+    del figures["hidden"]
+    kept_costs.remember("transfers", {question: figures}, anew=True)
+    assert measured(comms(clock), RANKS, RANKS) == first
+    assert len(asked) == 4
+
+
 def test_rank_0_decides(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    echo(monkeypatch, lambda told: ["p2p"] * len(told) if isinstance(told[0], str) else [0.5] * len(told))
+    echo(monkeypatch, lambda told: ["p2p"] * len(told) if "p2p" in told else [0.5] * len(told))
     table, rates = measured(comms(clock), RANKS, RANKS)
     assert {*table.values()} == {"p2p"}
     assert (rates.hidden, rates.memory_bytes, rates.flops) == (0.5, 0.5, {2: 0.5, 4: 0.5})
