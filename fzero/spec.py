@@ -7,6 +7,7 @@ The call is flat. The fields are checked, and read, in four groups, each a recor
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -174,6 +175,8 @@ class Spec:
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         self._check_form()
+        if isinstance(self.nvme_path, os.PathLike):  # as text it can be pasted, and kept
+            object.__setattr__(self, "nvme_path", os.fsdecode(self.nvme_path))
         _ = self.parallel, self.memory, self.numerics, self.run  # each checks itself when it is made
 
     @property

@@ -176,6 +176,13 @@ def test_rows_of_a_kept_table_are_keys(searches: list[int]) -> None:
     assert {row.candidate for row in again.table} == {row.candidate for row in first.table}
 
 
+def test_a_folder_of_a_path_is_one_of_text(searches: list[int]) -> None:
+    folders = [Path("/disk"), "/disk"]
+    first, again = (planned(spec(mesh={"dp": 2}, offload={"**": "nvme"}, nvme_path=folder)) for folder in folders)
+    assert len(searches) == 1
+    assert [one.spec.nvme_path for one in (first, again)] == ["/disk", "/disk"]
+
+
 def test_an_answer_without_programs_is_removed(searches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a loss that has come to refuse other rows than those of the question."""
 
