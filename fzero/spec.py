@@ -175,8 +175,6 @@ class Spec:
     def __post_init__(self) -> None:
         """Raises SpecError for a field that cannot be used."""
         self._check_form()
-        if isinstance(self.nvme_path, os.PathLike):  # as text it can be pasted, and kept
-            object.__setattr__(self, "nvme_path", os.fsdecode(self.nvme_path))
         _ = self.parallel, self.memory, self.numerics, self.run  # each checks itself when it is made
 
     @property
@@ -373,6 +371,8 @@ def _named(init: Callable[..., None]) -> Callable[..., None]:
                 mine = suggest(name, known)
                 of_optimizer = f" It is the optimizer's: Spec(optimizer=fzero.optim.adamw({OPTIMIZERS.get(name)}), ...)"
                 raise SpecError(f"Spec has no field {name!r}.{of_optimizer if name in OPTIMIZERS else mine}")
+        if isinstance(folder := values.get("nvme_path"), os.PathLike):
+            values["nvme_path"] = os.fsdecode(folder)  # which can be pasted, and kept
         self.__dict__["_given"] = _given(values)
         init(self, **values)
 
