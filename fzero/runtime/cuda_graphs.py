@@ -34,15 +34,17 @@ def obstacle(program: Program, device: torch.device) -> str | None:
         op.transfers and not op.moves for op in program.ops
     ):
         return f"transfers via {program.transport} run on the host"
+    seen: set[str] = set()
     for i, op in enumerate(program.ops):
         spaces = {program.buffers[ref.name].space for ref in (*op.reads, *op.writes)}
         if op.moves and DISK in spaces:
             return f"op {i} ({op.why}) reads or writes the disk, which the host does"
         if op.computes and HOST in spaces:
             return f"op {i} ({op.why}) runs on the host"
-        for node in program.segments[op.segment].graph.nodes if op.segment else ():
+        for node in program.segments[op.segment].graph.nodes if op.segment and op.segment not in seen else ():
             if (why := _waits(node)) is not None:
                 return f"op {i} ({op.why}) {why}"
+        seen.add(op.segment)
     return None
 
 
