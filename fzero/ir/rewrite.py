@@ -30,7 +30,8 @@ def finish(
     """The program with these ops, without the buffers and segments that no op names any more, `name` noted as run.
     level: that the pass reaches, if it makes anything final."""
     ops = tuple(ops)
-    named = {ref.name for op in ops for ref in (*op.reads, *op.writes)} | set(program.metrics.values())
+    named = {ref.name for op in ops for ref in op.reads} | {ref.name for op in ops for ref in op.writes}
+    named |= set(program.metrics.values())
     every = program.buffers if buffers is None else buffers
     kept = {n: b for n, b in every.items() if n in named or b.kind in PERSISTENT}
     used = {op.segment for op in ops if op.segment}
@@ -76,7 +77,7 @@ def renamed(op: Op, change: Callable[[Ref], Ref]) -> Op:
 
 def moved(op: Op, names: Mapping[str, str]) -> Op:
     """The op on other buffers: those that `names` has for its own."""
-    if names.keys().isdisjoint(ref.name for ref in (*op.reads, *op.writes)):
+    if not names or names.keys().isdisjoint(ref.name for ref in (*op.reads, *op.writes)):
         return op
     return renamed(op, lambda ref: replace(ref, name=names[ref.name]) if ref.name in names else ref)
 
