@@ -1,7 +1,7 @@
 """Fits a machine's efficiencies to published steps of at most 64 devices, and says how far each is off.
 
     python -m benchmarks.calibration                      # fits both devices: error by row, and by family left out
-    python -m benchmarks.calibration --table rows.csv     # predicts other rows with the presets as they are
+    python -m benchmarks.calibration --table rows.csv     # predicts other rows with the presets, and the fastest layout
 
 A step is put together from a layer's work (`benchmarks.published`), priced by fzero's rates of a machine. It is the
 slowest role of a pipeline for each microbatch, a bubble of the other roles over the chunks, gathers and reductions of
@@ -13,10 +13,13 @@ within what is possible (`BOUNDS`): a stream reaches 80 to 95 % of the memory's 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import operator
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -46,6 +49,7 @@ KNOWN = {"h100": {**USUAL, "attention": 0.3}, "a100": {**USUAL, "attention": 0.6
 RECORD = machine.ROOT / "benchmarks" / "results" / "calibration.json"
 NEAR, STEPS, SEED = 0.02, 1500, 0
 BUCKET = 40e6  # parameters: Megatron's default
+HOST = 60e-6  # seconds of Python for a fused kernel, which is two or three of eager's: set with vTrain's rows in view
 LIMIT = 0.3  # an error beyond it counts no more than its square: such a row is of another kind
 
 
@@ -82,21 +86,30 @@ def predicted(row: Published, here: Hardware, eager: float) -> float:
         rates = replace(rates, flops={width: eager * speed for width, speed in rates.flops.items()})
     narrow = {**rates.flops, 2: here.device.reached("fp8")} if row.fp8 else rates.flops
     layer, rest = parts(shape)
-    a_layer = _seconds(layer, row, replace(rates, flops=narrow)) / row.cp
-    layers, ends = row.layers / row.pp * a_layer, _seconds(rest, row, rates) / row.cp
-    computing = row.microbatches * (layers + ends)
+    a_layer = _seconds(layer, row, replace(rates, flops=narrow))
+    layers, slowest = row.layers / row.pp * a_layer, _slowest(row, a_layer, _seconds(rest, row, rates))
+    computing = row.microbatches * slowest
     waiting = (row.pp - 1) / row.chunks * layers + _messages(row, rates)
     of_layers = layer.updated * row.layers / row.pp + rest.updated
     update = of_layers / rates.memory_bytes / (shards if row.zero else 1)
-    return computing + waiting + _reduced(row, rates, layers + ends) + update
+    return computing + waiting + _reduced(row, rates, slowest) + update
+
+
+def _slowest(row: Published, layer: float, ends: float) -> float:
+    """Of the roles' seconds of a microbatch, the most. Where the roles do not divide the layers, the one that has the
+    ends too has fewer of them."""
+    if row.layers % row.pp == 0:
+        return row.layers // row.pp * layer + ends
+    counts = ((own, math.ceil((row.layers - own) / (row.pp - 1))) for own in range(row.layers // row.pp + 1))
+    return min(max(own * layer + ends, others * layer) for own, others in counts)
 
 
 def _seconds(part: Part, row: Published, rates: Rates) -> float:
-    """Of a part's forward and backward, of one microbatch."""
+    """Of a part's forward and backward, of one microbatch: of the device, or of the host that starts its kernels."""
     products = sum(n * seconds(work, rates) for work, n in part.products.items())
     moved = part.moved[row.stack.fused] / rates.memory_bytes
     sent = sum(n * rates.transfer(kind, size, "tp", row.shape.tp) for (kind, size), n in part.sent.items())
-    return products + moved + row.stack.exposed * sent
+    return max((products + moved + row.stack.exposed * sent) / row.cp, part.calls * HOST)
 
 
 def _messages(row: Published, rates: Rates) -> float:
@@ -181,6 +194,26 @@ def shown(console: Console, rows: Sequence[Published], found: Sequence[float], t
     return mean
 
 
+def choices(console: Console, rows: Sequence[Published], found: Sequence[float]) -> None:
+    """Prints, of rows that differ in how one step is laid out, which one is foretold to be the fastest, what it took of
+    the seconds of the one that was, and how alike both orders are (Kendall's tau)."""
+    groups: dict[tuple[Any, ...], list[tuple[float, Published]]] = defaultdict(list)
+    for row, error in zip(rows, found, strict=True):
+        step = row.name, row.device, row.world, row.shape.length, row.dp * row.microbatches * row.shape.rows
+        groups[step].append((row.seconds * (1 + error), row))
+    for (name, device, world, length, _), those in groups.items():
+        if len(those) < 3:
+            continue
+        _, one = min(those, key=operator.itemgetter(0))
+        pairs = [(x - y) * (a.seconds - b.seconds) for (x, a), (y, b) in itertools.combinations(those, 2)]
+        tau = sum((pair > 0) - (pair < 0) for pair in pairs) / len(pairs)
+        least = min(row.seconds for _, row in those)
+        console.print(
+            f"  {one.seconds / least:.3f} of the fastest of {len(those)}, tau {tau:.2f}: tp {one.shape.tp}, pp {one.pp}, "
+            f"{one.shape.rows} a microbatch, of {name} on {world} x {device}, length {length}", highlight=False,
+        )  # fmt: skip
+
+
 def calibrated(console: Console, rows: Sequence[Published], device: str) -> dict[str, Any]:
     """Fits a device's figures to all rows, and to all but each family's."""
     known = KNOWN[device]
@@ -204,7 +237,8 @@ def main() -> None:
     given, console = parser.parse_args(), Console(width=140)
     if given.table is not None:
         rows = list(published(given.table))
-        shown(console, rows, errors(rows, None), f"{given.table}, by the presets")
+        shown(console, rows, found := errors(rows, None), f"{given.table}, by the presets")
+        choices(console, rows, found)
         return
     rows, record = list(published(TABLE)), {}
     for device in KNOWN:

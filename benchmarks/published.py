@@ -44,9 +44,10 @@ class Stack:
 
 
 # attention: the paper of FlashAttention-2 finds its first version, which the rows of 2023 ran, at 25 to 40 % of an
-# A100's peak, and itself at 50 to 73 %. exposed: assumed, for Transformer Engine overlaps gathers with products, and
-# Megatron of 2021 did not. Both were set with the rows in view.
+# A100's peak, and itself at 50 to 73 %. exposed: assumed, for Transformer Engine, of the H100, overlaps gathers with
+# products, and what ran on the A100 before it did not. All were set with rows in view.
 FOUNDRY, MEGATRON, ENGINE = Stack(False, 0.55, 1.0, eager=True), Stack(True, 0.0, 1.0), Stack(True, 1.0, 0.3)
+FLASH = Stack(True, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class Published:
         """Its software."""
         if self.shape.family == "mpt":
             return FOUNDRY
-        return MEGATRON if self.shape.scores else ENGINE
+        if self.shape.scores:
+            return MEGATRON
+        return FLASH if "A100" in self.device else ENGINE
 
     @property
     def params(self) -> tuple[int, int]:
@@ -203,12 +206,13 @@ def loss_of(shape: Shape) -> Any:
 class Part:
     """What one layer does, or all that is in no layer, of one microbatch. products: calls of which operations count.
     moved: bytes of the others, one by one and fused. sent: by kind of transfer and its bytes, over tensor parallelism's
-    axis. updated: bytes of the optimizer."""
+    axis. updated: bytes of the optimizer. calls: of kernels, fused, and of transfers."""
 
     products: Counter[CallWork]
     moved: tuple[float, float]
     sent: Counter[tuple[str, int]]
     updated: float
+    calls: int
 
 
 @cache
@@ -223,12 +227,13 @@ def parts(shape: Shape) -> tuple[Part, Part]:
     at_two, at_three = grown(two, two_more), grown(three, three_more)
     layer = Part(
         three.products - two.products, (at_three[0] - at_two[0], at_three[1] - at_two[1]), three.sent - two.sent,
-        three.updated - two.updated,
+        three.updated - two.updated, three.calls - two.calls,
     )  # fmt: skip
     twice: Counter[CallWork] = Counter({work: 2 * n for work, n in layer.products.items()})
     sent = Counter({key: 2 * n for key, n in layer.sent.items()})
     moved = at_two[0] - 2 * layer.moved[0], at_two[1] - 2 * layer.moved[1]
-    return layer, Part(two.products - twice, moved, two.sent - sent, max(two.updated - 2 * layer.updated, 0.0))
+    updated, calls = max(two.updated - 2 * layer.updated, 0.0), max(two.calls - 2 * layer.calls, 0)
+    return layer, Part(two.products - twice, moved, two.sent - sent, updated, calls)
 
 
 def _counted(shape: Shape, layers: int) -> Part:
@@ -246,9 +251,10 @@ def _counted(shape: Shape, layers: int) -> Part:
     program = fzero.lower(spec, parameters(shape, layers), {"x": tokens, "y": tokens}).program
     products: Counter[CallWork] = Counter()
     sent: Counter[tuple[str, int]] = Counter()
-    moved, updated = [0.0, 0.0], 0.0
+    moved, updated, called = [0.0, 0.0], 0.0, 0
     for op in program.ops:
         if (record := op.row.collective) is not None:
+            called += 1
             ends = (program.buffers[ref.name].nbytes for ref in (op.reads[0], op.writes[0]))
             sent[op.kind, record.whole_bytes(*ends)] += 1
         elif op.computes:
@@ -259,8 +265,10 @@ def _counted(shape: Shape, layers: int) -> Part:
                 continue
             products.update(work for work in calls if work.flops)
             moved[0] += sum(work.moved for work in calls if not work.flops)
-            moved[1] += sum(map(_fused_bytes, _stretches(graph)))
-    return Part(products, (moved[0], moved[1]), sent, updated)
+            fused = [run for run in _stretches(graph) if run]
+            moved[1] += sum(map(_fused_bytes, fused))
+            called += len(fused) + sum(bool(work.flops) for work in calls)
+    return Part(products, (moved[0], moved[1]), sent, updated, called)
 
 
 def _updates(op: Op) -> bool:
