@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,10 @@ def test_workers_read_ahead_and_the_position_is_that_of_what_was_returned() -> N
     ahead = [taken(rows, 1) for _ in range(3)]
     assert rows.position == 12
     assert ahead == [taken(plain, 1) for plain in [batches(Squares(20), 4, seed=1)] for _ in range(3)]
+    workers = multiprocessing.active_children()
+    del rows
+    assert len(workers) >= 2
+    assert multiprocessing.active_children() == [], "a collection of garbage would wait 10 s for them"
 
 
 def test_a_stream_is_told_its_epoch() -> None:
