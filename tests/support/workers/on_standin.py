@@ -66,7 +66,7 @@ from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.op import Op, make_op
 from fzero.ir.records import Ref
-from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, row_sums
+from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, philox, row_sums
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS
 from fzero.optim import _adam8
@@ -419,6 +419,10 @@ def random_numbers() -> None:
     for dtype in (F32, torch.float64, BF16):
         numbers = fzero.random.uniform(there, (300,), dtype=dtype, low=2.0, high=4.0).cpu()
         assert 2 <= numbers.min() < 2.2 < 3.8 < numbers.max() < 4
+        for normal, drawn in ((False, fzero.random.uniform), (True, fzero.random.normal)):
+            exact = philox.fill_reference(key[None].numpy(), 1100, normal=normal, double=dtype == torch.float64)[0]
+            error = (drawn(there, (1100,), dtype=dtype).cpu().double() - torch.tensor(exact)).abs()
+            assert (error <= torch.finfo(dtype).eps * torch.tensor(exact).abs() + 1e-5).all()
     whole = _draw_ops.uniform(there, [4, 6], F32, 0.0, 1.0)
     part = _draw_ops.uniform_part(there, [4, 6], F32, 0.0, 1.0, torch.ones((), dtype=torch.int64, device=HERE), 2, 1)
     assert torch.equal(part, whole[:, 3:])
