@@ -504,9 +504,12 @@ def optimizer_kernels() -> None:
     adam8_kernel.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
     sizes = (300, torch.int8), (5, F32), (300, torch.uint8), (5, F32)
     eight, plain = ([torch.zeros(n, dtype=dtype, device=to) for n, dtype in sizes] for to in (HERE, "cpu"))
-    adam8_kernel.adamw8_(own[0], own[1], *eight, *scalars, *hyperparameters)
-    _adam8.adamw8_(cpu[0], cpu[1], *plain, count, lr, *hyperparameters)
-    torch.testing.assert_close(own[0].cpu(), cpu[0], rtol=1e-4, atol=1e-5)
+    own = [t.to(HERE) for t in cpu]  # whose bits decide how the second moment is rounded
+    for gradient in (1, 2):
+        adam8_kernel.adamw8_(own[0], own[gradient], *eight, *scalars, *hyperparameters)
+        _adam8.adamw8_(cpu[0], cpu[gradient], *plain, count, lr, *hyperparameters)
+    for a, b in zip((own[0], *eight), (cpu[0], *plain), strict=True):
+        assert torch.isclose(a.cpu().float(), b.float(), rtol=1e-4, atol=1e-5).sum() >= 0.99 * len(a)  # MKL's root
 
 
 @scenario(1)
