@@ -8,6 +8,7 @@ Each scenario is a function; the last line of the output is JSON: what failed, a
 from __future__ import annotations
 
 import os
+import signal
 
 import standin
 from standin import lines
@@ -17,6 +18,15 @@ STANDIN = os.environ.get("FZERO_TEST_DEVICE") != "cuda"
 if STANDIN:
     os.environ["TRITON_INTERPRET"] = "1"
     standin.install()
+
+import fzero
+from fzero._torch_compat import FakeTensorMode
+
+if "RANK" not in os.environ and os.environ.get("WORLD_SIZE") == "2":  # torch is imported once for both
+    FakeTensorMode()  # as is torch._dynamo
+    standin.other = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if standin.other else "1"
+    signal.alarm(600)  # whoever reads waits for both
 
 import itertools
 import json
@@ -57,7 +67,6 @@ from standin.running import (
 )
 from torch.utils.checkpoint import checkpoint
 
-import fzero
 from fzero import backend, optim
 from fzero._torch_compat import is_fake
 from fzero.codegen import bind, handed, own_kernels
