@@ -34,7 +34,7 @@ def test_every_module_can_be_imported() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if holds_an_example(name)])
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(20)
 def test_examples_run(name: str) -> None:
     needs_accelerate(name)
     module = importlib.import_module(name)
@@ -43,7 +43,7 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in DOCS if ">>>" in p.read_text(encoding="utf-8")], ids=page_id)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_documents_run(path: Path) -> None:
     needs_accelerate(path.stem)
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
