@@ -14,7 +14,7 @@ Either way the state is one integer, and every rank gets the same number of rows
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -148,7 +148,7 @@ class Rows(Iterator[Any]):
     def _loader(self) -> torch.utils.data.DataLoader[Any]:
         return torch.utils.data.DataLoader(
             self.dataset,
-            batch_sampler=_FromPosition(self),
+            batch_sampler=_FromPosition(replace(self)),  # not itself: in a circle, workers would outlive it
             collate_fn=self.collate,
             num_workers=self.workers,
         )

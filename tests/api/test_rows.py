@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,15 @@ def test_the_rows_are_those_of_torchs_distributed_sampler_as_a_set() -> None:
 
 
 def test_workers_read_ahead_and_the_position_is_that_of_what_was_returned() -> None:
+    before = set(multiprocessing.active_children())
     rows = batches(Squares(20), 4, seed=1, workers=2)
     ahead = [taken(rows, 1) for _ in range(3)]
     assert rows.position == 12
     assert ahead == [taken(plain, 1) for plain in [batches(Squares(20), 4, seed=1)] for _ in range(3)]
+    workers = set(multiprocessing.active_children()) - before
+    del rows
+    assert len(workers) == 2
+    assert not workers & set(multiprocessing.active_children()), "a collection of garbage would wait 10 s for them"
 
 
 def test_a_stream_is_told_its_epoch() -> None:

@@ -73,7 +73,7 @@ def plain() -> fzero.Lowered:
     return lowered("")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("penalty", sorted(PENALTIES.keys() - {"in views"}))
 def test_a_penalty_costs_no_gather_and_holds_no_gradients(penalty: str, plain: fzero.Lowered) -> None:
     """The plain step gathers each of the eight layers twice, but the last one's."""

@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[Loss, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
+@pytest.mark.sampled(4)
 def test_the_loss_reads_the_value_and_another_is_another_program(name: str) -> None:
     loss, *values = VALUES[name]
     state = fzero.init(params(), fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.0)))

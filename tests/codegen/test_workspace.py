@@ -220,7 +220,7 @@ BY_DATABASE = (  # ops of torch's database whose calls meet the rules that nothi
 
 
 @pytest.mark.parametrize("name", [name for name in BY_DATABASE if name in opdb.OPS])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_no_call_of_an_op_of_torchs_database_asks_for_more(name: str, whole: bool) -> None:
     """At three sizes, with contiguous and with strided operands."""
     op = opdb.OPS[name]
@@ -236,7 +236,7 @@ KEPT = Path(__file__).parents[2] / "runs" / "workspaces"
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance
 @pytest.mark.timeout(3600)
 def test_no_op_of_torchs_database_asks_for_more(part: int, whole: bool, tmp_path: Path) -> None:
     """Every op whose kernels allocate, with its gradients, at the smallest size; the long checks take three.

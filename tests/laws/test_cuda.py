@@ -14,10 +14,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -51,19 +49,10 @@ def _run(world: int, names: list[str], folder: Path) -> dict[str, Any]:
     env |= {"PYTHONPATH": os.pathsep.join([*map(str, (WORKER.parents[3], WORKER.parents[1])), *sys.path])}
     env |= {"OMP_NUM_THREADS": "1", "FZERO_STANDIN_RUN": str(folder), **lines.keep_lines(folder / "lines.json")}
     env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if world > 1 else {}
-    ranks = [{**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world > 1 else env for rank in range(world)]
-    started = [
-        subprocess.Popen([sys.executable, str(WORKER), *names], stdout=PIPE, stderr=PIPE, text=True, env=e)
-        for e in ranks
-    ]
-    try:
-        with ThreadPoolExecutor(world) as threads:
-            said = list(threads.map(lambda process: process.communicate(timeout=900), started))
-    finally:
-        for process in started:
-            process.kill()
-    rows = [json.loads(line) for out, _ in said for line in out.splitlines() if line.startswith('{"failed"')]
-    assert len(rows) == world, "\n".join(out[-2000:] + error[-3000:] for out, error in said)
+    command = [sys.executable, str(WORKER), *names]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"failed"')]
+    assert len(rows) == world, done.stdout[-2000:] + done.stderr[-3000:]
     failed: dict[str, str] = {}
     ran: dict[str, set[str]] = {}
     for row in rows:

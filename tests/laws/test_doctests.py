@@ -6,14 +6,10 @@ import doctest
 import importlib
 import importlib.util
 import pkgutil
-import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-from pages import DOCS, ROOT, page_id
+from pages import DOCS, page_id
 
 import fzero
 
@@ -38,7 +34,7 @@ def test_every_module_can_be_imported() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if holds_an_example(name)])
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(20)
 def test_examples_run(name: str) -> None:
     needs_accelerate(name)
     module = importlib.import_module(name)
@@ -47,27 +43,8 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in DOCS if ">>>" in p.read_text(encoding="utf-8")], ids=page_id)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_documents_run(path: Path) -> None:
     needs_accelerate(path.stem)
     failed, _ = doctest.testfile(str(path), module_relative=False, optionflags=HOW, encoding="utf-8")
     assert failed == 0
-
-
-def test_import_fzero_alone_gives_what_the_documents_name_without_triton() -> None:
-    named = {
-        name
-        for path in [*DOCS, ROOT / "README.md"]
-        for name in re.findall(
-            r"(?<!ops\.)\bfzero\.(?!md\b)([a-z_]+)\b(?!\.(?:py|md|toml))", path.read_text(encoding="utf-8")
-        )
-    }
-    script = f"""
-        import sys, fzero
-        assert "triton" not in sys.modules
-        missing = [name for name in {sorted(named)} if not hasattr(fzero, name)]
-        assert not missing, missing
-        assert set(fzero.__all__) <= set(dir(fzero))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

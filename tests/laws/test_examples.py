@@ -1,4 +1,4 @@
-"""The main job runs, as a user runs it: a process of its own, tiny size, a few steps."""
+"""The main job and the recipes run, tiny and a few steps: one rank here, two in processes of their own."""
 
 import contextlib
 import io
@@ -32,13 +32,13 @@ from fzero.cost.allocator import measured_peak
 
 TRAIN_GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 STEPS = 12
+SMALL = ["--size", "tiny", "--steps", str(STEPS), "--batch", "8", "--seq", "64"]
 
 
 def train_gpt(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     """What it prints, and its report."""
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    small = ["--size", "tiny", "--steps", str(STEPS), "--batch", "8", "--seq", "64"]
-    command = [sys.executable, str(TRAIN_GPT), *small, "--out", str(out), *arguments]
+    command = [sys.executable, str(TRAIN_GPT), *SMALL, "--out", str(out), *arguments]
     done = subprocess.run(
         command, env={**outside, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600, check=False
     )
@@ -49,7 +49,9 @@ def train_gpt(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("one_rank")
-    return out, *train_gpt(out, "--world", "1", "--zero", "0")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main_job.main([*SMALL, "--out", str(out), "--world", "1", "--zero", "0"]) == 0
+    return out, printed.getvalue(), json.loads((out / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +180,12 @@ def test_recipes_on_two_ranks(example: Any, tmp_path: Path) -> None:
     assert values(gloo(2, example.main, ["--steps", "2", "--out", str(tmp_path)])) == [0, 0]
 
 
+ONE_FILE = ["--data", str(TRAIN_GPT)]  # read in no time
 PIPELINE = ["--size", "tiny", "--seq", "32", "--batch", "8", "--schedule", "zb-v"]
 
 
 def test_a_pipeline_on_two_ranks(tmp_path: Path) -> None:
-    given = [*PIPELINE, "--steps", "2", "--out", str(tmp_path)]
+    given = [*PIPELINE, *ONE_FILE, "--steps", "2", "--out", str(tmp_path)]
     given[given.index("zb-v")] = "1f1b"  # the tiny model has two layers: a chunk for each rank
     assert values(gloo(2, pipeline_gpt.main, given)) == [0, 0]
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
@@ -219,7 +222,7 @@ def test_a_state_on_a_disk_on_two_ranks(tmp_path: Path) -> None:
 def test_a_disk_without_room_is_told_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_gpt2xl.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
     with pytest.raises(SystemExit) as caught:
-        offload_gpt2xl.main(["--size", "tiny", "--seq", "32", "--world", "1", "--nvme-path", str(tmp_path)])
+        offload_gpt2xl.main([*ONE_FILE, "--size", "tiny", "--seq", "32", "--world", "1", "--nvme-path", str(tmp_path)])
     text = str(caught.value)
     assert re.match(
         rf"{tmp_path} has 0.1 MB free, and the parameters and moments of all ranks take [\d.]+ MB\.\n", text
@@ -360,7 +363,16 @@ def test_a_causal_language_model_by_a_loop(tmp_path: Path, capsys: pytest.Captur
     pytest.importorskip("transformers")
     import run_clm
 
-    small = ["--block_size", "32", "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+    small = [
+        "--train_file",
+        str(TRAIN_GPT),
+        "--block_size",
+        "32",
+        "--per_device_train_batch_size",
+        "4",
+        "--gradient_accumulation_steps",
+        "2",
+    ]
     printed = printed_by(run_clm.main, tmp_path / "a", capsys, *small, "--max_train_steps", "20")
     planned, measured = peaks(printed)
     assert measured == pytest.approx(planned, rel=0.1)
@@ -375,7 +387,7 @@ def test_a_causal_language_model_by_a_loop(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_long_text_learns_and_says_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert long_text.main(["--size", "tiny", "--seq", "512", "--window", "64", "--steps", "6"]) == 0
+    assert long_text.main([*ONE_FILE, "--size", "tiny", "--seq", "512", "--window", "64", "--steps", "6"]) == 0
     said = capsys.readouterr().out
     window, every = (float(x) for x in re.findall(r"planned peak with .*: ([\d.]+) MB", said))
     assert 0 < window <= 1.3 * every, "scratch of a few MB"

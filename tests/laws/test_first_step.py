@@ -118,7 +118,7 @@ def maml(size: int) -> Work:
 
 
 @pytest.mark.parametrize(("work_of", "size"), [(chain, 40), (cells, 6), (hessian, 5), (maml, 5)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_work_is_linear_in_the_number_of_ops(work_of: Callable[[int], Work], size: int) -> None:
     """The complaint: 11 s for a chain of 1,000 ops, 8.9 s for the Hessian of three numbers, 45 s for MAML, and a loop
     of 999 LSTMCells that did not end. What twice as many ops add is twice what as many ops add."""

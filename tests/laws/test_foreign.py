@@ -24,7 +24,7 @@ def test_an_example_is_equal_or_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ARCHITECTURES)
-@pytest.mark.sampled(1)
+@pytest.mark.acceptance  # in make test the examples, and test_hf.py's architectures
 def test_an_architecture_is_equal_or_refused(key: str) -> None:
     check(key)
 

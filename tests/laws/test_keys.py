@@ -224,7 +224,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # of ones
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 def test_draws(name: str) -> None:
     """Of the right distribution, the same for a key, others for another key, for another call site, and without one
     refused."""

@@ -96,9 +96,10 @@ def stepped(grids: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Te
         one = small(microbatches=1, **given)
         state = fzero.init(SMALL_INIT, one, key=fzero.random.key(0))
         plan = state.runtime.plan
-        shared = replace(one, transfers="shared")  # as these ranks have it, which `lower` cannot know
-        ahead = fzero.lower(shared, SMALL_INIT(fzero.random.key(0)), tokens(0, 0), world_size=plan.world_size)
-        assert (ahead.plan.bucket_bytes, ahead.plan.buckets) == (plan.bucket_bytes, plan.buckets)
+        if not state.runtime.rank:
+            shared = replace(one, transfers="shared")  # as these ranks have it, which `lower` cannot know
+            ahead = fzero.lower(shared, SMALL_INIT(fzero.random.key(0)), tokens(0, 0), world_size=plan.world_size)
+            assert (ahead.plan.bucket_bytes, ahead.plan.buckets) == (plan.bucket_bytes, plan.buckets)
         state = fzero.step(state, tokens(state.runtime.plan.mesh.data_rank(state.runtime.rank), 0))
         paths, leaves, _ = tree.flatten(fzero.unshard(state.tree))
         found.append(([float(state.metrics["loss"])], dict(zip(paths, leaves, strict=True))))

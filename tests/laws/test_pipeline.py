@@ -117,7 +117,6 @@ def test_with_everything_else(name: str, schedule: str, whole: bool) -> None:
 
 
 MODELS = ("Llama", "GPT-2", "T5", "BERT", "ViT", "Mixtral", "Qwen3", "Mamba")
-LONG = ("Mixtral", "Mamba")  # to lower
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -130,8 +129,8 @@ def test_a_border_whose_dims_lie_in_another_order(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.acceptance) if n in LONG else n for n in MODELS])
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.acceptance  # in make test those of test_pipeline_tensor_parallel.py, on four roles
 def test_models_that_nobody_here_wrote(name: str, schedule: str) -> None:
     pytest.importorskip("transformers")
     case = hf_models.CASES[name]

@@ -13,6 +13,7 @@ from fzero.tools import machine_probes
 
 
 @pytest.mark.parametrize("name", ["torch._compile._disable_dynamo", "torch.utils._python_dispatch.TorchDispatchMode"])
+@pytest.mark.sampled(1)
 def test_a_name_that_is_gone(name: str) -> None:
     module, _, gone = name.rpartition(".")
     program = f"import {module}; del {name}; import fzero"

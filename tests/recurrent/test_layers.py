@@ -68,7 +68,7 @@ def captured(loss: Any, params: Any, x: Tensor, **options: Any) -> tuple[Tensor,
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 def test_numbers_are_torchs(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     params, loss, x = of(name, dtype, **options)
     key = {"key": fzero.random.key(3)} if options.get("dropout") else {}
@@ -289,7 +289,7 @@ def test_a_gradient_can_be_differentiated_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["torch.func", "packed", "autocast", "kwargs"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_what_an_op_cannot_do_is_decomposed(what: str) -> None:
     params, _, x = of("gru")
     weights = [params[name] for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")]

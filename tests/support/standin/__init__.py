@@ -24,6 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+other = 0  # the process of rank 1, where rank 0 has started it
 _SOURCE = Path(__file__).parents[3] / "fzero" / "_torch_compat" / "fake_cuda.cpp"  # not imported: fzero imports torch
 
 

@@ -23,7 +23,7 @@ from fzero.optim import _adam8
 assert os.environ["TRITON_INTERPRET"] == "1"
 STEP: Any = (0.9, 0.999, 1e-8, 0.1)
 LR = torch.tensor(1e-2, dtype=torch.float64)
-few = settings(max_examples=int(os.environ.get("FZERO_EXAMPLES", "12")), deadline=None, derandomize=True, database=None)
+few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 floats = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 sizes = st.sampled_from([0, 1, 63, 64, 65, 1023, 1024, 1025]) | st.integers(0, 2200)
 

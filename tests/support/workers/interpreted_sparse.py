@@ -18,7 +18,7 @@ from sparse_calls import SparseCall, drawn, masked
 from fzero.kernels import block_sparse
 
 assert os.environ["TRITON_INTERPRET"] == "1"
-few = settings(max_examples=int(os.environ.get("FZERO_EXAMPLES", "12")), deadline=None, derandomize=True, database=None)
+few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
 
 def interpreted(call: SparseCall) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ Each scenario is a function; the last line of the output is JSON: what failed, a
 from __future__ import annotations
 
 import os
+import signal
 
 import standin
 from standin import lines
@@ -17,6 +18,15 @@ STANDIN = os.environ.get("FZERO_TEST_DEVICE") != "cuda"
 if STANDIN:
     os.environ["TRITON_INTERPRET"] = "1"
     standin.install()
+
+import fzero
+from fzero._torch_compat import FakeTensorMode
+
+if "RANK" not in os.environ and os.environ.get("WORLD_SIZE") == "2":  # torch is imported once for both
+    FakeTensorMode()  # as is torch._dynamo
+    standin.other = os.fork()
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if standin.other else "1"
+    signal.alarm(600)  # whoever reads waits for both
 
 import itertools
 import json
@@ -57,7 +67,6 @@ from standin.running import (
 )
 from torch.utils.checkpoint import checkpoint
 
-import fzero
 from fzero import backend, optim
 from fzero._torch_compat import is_fake
 from fzero.codegen import bind, handed, own_kernels
@@ -66,7 +75,7 @@ from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.op import Op, make_op
 from fzero.ir.records import Ref
-from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, row_sums
+from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, philox, row_sums
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS
 from fzero.optim import _adam8
@@ -419,6 +428,10 @@ def random_numbers() -> None:
     for dtype in (F32, torch.float64, BF16):
         numbers = fzero.random.uniform(there, (300,), dtype=dtype, low=2.0, high=4.0).cpu()
         assert 2 <= numbers.min() < 2.2 < 3.8 < numbers.max() < 4
+        for normal, drawn in ((False, fzero.random.uniform), (True, fzero.random.normal)):
+            exact = philox.fill_reference(key[None].numpy(), 1100, normal=normal, double=dtype == torch.float64)[0]
+            error = (drawn(there, (1100,), dtype=dtype).cpu().double() - torch.tensor(exact)).abs()
+            assert (error <= torch.finfo(dtype).eps * torch.tensor(exact).abs() + 1e-5).all()
     whole = _draw_ops.uniform(there, [4, 6], F32, 0.0, 1.0)
     part = _draw_ops.uniform_part(there, [4, 6], F32, 0.0, 1.0, torch.ones((), dtype=torch.int64, device=HERE), 2, 1)
     assert torch.equal(part, whole[:, 3:])
@@ -500,9 +513,12 @@ def optimizer_kernels() -> None:
     adam8_kernel.adamw8_(*none[:2], *moments, *scalars, *hyperparameters)
     sizes = (300, torch.int8), (5, F32), (300, torch.uint8), (5, F32)
     eight, plain = ([torch.zeros(n, dtype=dtype, device=to) for n, dtype in sizes] for to in (HERE, "cpu"))
-    adam8_kernel.adamw8_(own[0], own[1], *eight, *scalars, *hyperparameters)
-    _adam8.adamw8_(cpu[0], cpu[1], *plain, count, lr, *hyperparameters)
-    torch.testing.assert_close(own[0].cpu(), cpu[0], rtol=1e-4, atol=1e-5)
+    own = [t.to(HERE) for t in cpu]  # whose bits decide how the second moment is rounded
+    for gradient in (1, 2):
+        adam8_kernel.adamw8_(own[0], own[gradient], *eight, *scalars, *hyperparameters)
+        _adam8.adamw8_(cpu[0], cpu[gradient], *plain, count, lr, *hyperparameters)
+    for a, b in zip((own[0], *eight), (cpu[0], *plain), strict=True):
+        assert torch.isclose(a.cpu().float(), b.float(), rtol=1e-4, atol=1e-5).sum() >= 0.99 * len(a)  # MKL's root
 
 
 @scenario(1)
