@@ -316,7 +316,7 @@ MM = torch.ops.aten.mm.default
 def test_a_model_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=V, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
