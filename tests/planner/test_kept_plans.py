@@ -84,7 +84,7 @@ QUESTIONS: dict[str, Callable[[], fzero.Planned]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_same_question_has_the_same_answer_without_a_search(question: str, searches: list[int]) -> None:
     first = QUESTIONS[question]()
