@@ -23,12 +23,7 @@ from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import by_rates, lowered_of
 from fzero.planner.shallow import shallow
 
-DEPTH = 6
-
-
-@pytest.fixture(autouse=True)
-def few_layers_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "DEEP", DEPTH)
+DEPTH = deep.DEEP
 
 
 def problem(loss: Any, params: Any, batch: Any, **fields: Any) -> Problem:
