@@ -201,6 +201,7 @@ def resumed(folder: str, cuts: Sequence[int]) -> list[list[bytes]]:
     return found
 
 
+@pytest.mark.sampled(1)
 def test_a_resume_has_the_bits_of_the_whole_run(tmp_path: Path, whole: bool) -> None:
     """Cut before the switch, at it and behind it; in `make test` behind it alone."""
     wanted = run(spec(zero=1), first(), batch, world=2, steps=STEPS)

@@ -403,6 +403,7 @@ OFF = [False, "no", "none", None, "off", "false", "No", "None"]
 
 
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate"])
+@pytest.mark.sampled(2)
 def test_off_in_any_spelling_is_never_in_the_way(name: str, whole: bool) -> None:
     """Each key at each spelling of off (in `make test` a third of them), and each block of keys: no refusal names it,
     and nothing raw is raised."""
