@@ -86,8 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # with little garbage, which it would take most of a second to find
     gc.set_threshold(20_000, 20, 10)  # a lowering makes more than 700 objects
     gc.enable()
 

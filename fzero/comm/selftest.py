@@ -8,6 +8,7 @@ sum that is made here. The best time gives the bytes that a rank receives per se
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -103,6 +104,7 @@ def rank() -> None:
         results["shared"] = vars(TransportResult(False, lack=f"not possible: {why}"))
     dist.destroy_process_group()
     print(json.dumps(results), flush=True)
+    gc.freeze()  # Python ends without a walk over all that torch made: a third of a second
 
 
 def tried(comm: Any, memory: Callable[[int], torch.Tensor], number: int, world: int) -> TransportResult:

@@ -15,6 +15,7 @@ bounds the memory, the time and the answer that it may take:
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -333,3 +334,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    gc.freeze()  # Python ends without a walk over all that torch made: a third of a second

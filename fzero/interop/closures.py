@@ -245,10 +245,11 @@ def _mentioned(code: types.CodeType) -> Iterator[str]:
         yield from (x for x in inner.co_consts if isinstance(x, str))
 
 
-def _globals(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache(1 << 12)  # to disassemble takes long, and models share their code
+def _globals(code: types.CodeType) -> tuple[str, ...]:
     """The names that a code looks up as globals; `co_names` holds those of attributes too."""
-    for inner in _codes(code):
-        yield from {x.argval: None for x in dis.get_instructions(inner) if x.opname in _GLOBAL}
+    found = (x for inner in _codes(code) for x in dis.get_instructions(inner) if x.opname in _GLOBAL)
+    return tuple(dict.fromkeys(x.argval for x in found))
 
 
 def _filled(cell: types.CellType) -> bool:

@@ -89,8 +89,9 @@ class Sketch:
 
     @property
     def share(self) -> float:
-        """Of the activations of a row, those that are kept if all layers are recomputed."""
-        return self.activations["full"].of_a_row / max(self.activations["none"].of_a_row, 1.0)
+        """Of the activations of a row, those that are kept if all layers are recomputed; 1 if that was not sketched."""
+        none = self.activations["none"]
+        return self.activations.get("full", none).of_a_row / max(none.of_a_row, 1.0)
 
     def estimates(
         self, candidates: Iterable[Candidate], rows: int, machine: Hardware, tensor_bytes: float = 0.0

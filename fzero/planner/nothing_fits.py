@@ -13,6 +13,7 @@ from fzero.planner.estimates import Sketch
 from fzero.planner.planned import Row, size
 from fzero.planner.problem import Problem
 from fzero.planner.search import Search, search
+from fzero.planner.sketch import sketched
 
 TRIED = 4  # candidates that are lowered for one way out
 DOUBLED = 5  # times that ranks, or halved rows, are tried
@@ -69,7 +70,7 @@ def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
     cards."""
     for name in [name for name in Candidate.__dataclass_fields__ if name in problem.given and name != "pipeline"]:
         opened = replace(problem, given=problem.given - {name})
-        if row := _first(opened, sketch):
+        if row := _first(opened, sketched(opened) if name == "remat" else sketch):
             yield Alternative(f"leave {name} open", row)
     if "mesh" not in problem.given:
         for n in (problem.world_size << i for i in range(1, DOUBLED)):

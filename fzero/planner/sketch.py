@@ -1,4 +1,5 @@
-"""sketch: what a step takes on one rank, from a few lowerings: of one row and more, with and without recomputation.
+"""sketch: what a step takes on one rank, from a few lowerings: of one row and more, with and without recomputation. If
+`remat` is pinned to none, without alone.
 
 It only proposes: which candidates are lowered, and in which order (`fzero.planner.estimates`). What a plan says of a
 candidate is read off its own programs.
@@ -17,6 +18,7 @@ from fzero.compile.resolve import mesh_of
 from fzero.compile.state_recipe import recipe_for
 from fzero.ir.records import DEVICE
 from fzero.kernels.codecs import BLOCK, CODECS
+from fzero.passes.recompute import GATHERS
 from fzero.plan.memory_use import MemoryUse
 from fzero.planner.candidates import OFFLOADS, fixed, gradients_wait
 from fzero.planner.deep import takes
@@ -35,7 +37,9 @@ def sketched(problem: Problem) -> Sketch:
         pipeline=None, device_bytes=None, host_bytes=None, reduce=None, update_on=None,
     )  # fmt: skip
     remats: list[Any] = ["none", "full"]
-    if spec.remat not in remats:
+    if "remat" in problem.given and spec.remat in ("none", GATHERS):  # on one rank nothing is gathered
+        remats = ["none"]
+    elif spec.remat not in remats:
         remats.insert(0, spec.remat)
     there = replace(problem, world_size=1)
 

@@ -54,7 +54,7 @@ def test_what_outlives_one_context_is_collected_after_some(rings: int, monkeypat
 
     kept: list[Ring] = []
     made: list[weakref.ref[Ring]] = []
-    for _ in range(8 if rings < 300 else 4):  # each collection of all takes half a second in a suite's process
+    for _ in range(8 if rings < 300 else 3):  # each collection of all takes half a second in a suite's process
         with collector_paused():
             kept = [Ring() for _ in range(rings)]  # those of the context before are garbage from here on
             collector.collect()

@@ -97,7 +97,7 @@ def all_of(one: fzero.Lowered) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 def test_what_was_kept_is_what_lowering_makes(options: dict[str, Any]) -> None:
     first, second, kept = again(**options)
     axes = sum(name not in ("pp", "dp", "dp_out") for name in options.get("mesh", {}))
@@ -125,6 +125,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+@pytest.mark.sampled(4)
 def test_nothing_is_read_of_another_step(options: dict[str, Any]) -> None:
     base = {"mesh": {"dp": 2}, "microbatches": 2}
     lowered(Kept(), **base)

@@ -26,10 +26,12 @@ OFFLOADING = (
 def test_the_program_after_every_pass(options: dict[str, object]) -> None:
     lowered = cases.lowered(2, **options)
     assert [record.name for record in lowered.passes] == [name for name, _, _ in PASSES]
+    trail = dict(lowered.trail())
     before = lowered.after("lower")
     assert before.passes == ("lower",)
+    assert lowered.after("segment") == trail["segment"]
     for record in lowered.passes:
-        program = lowered.after(record.name)
+        program = trail[record.name]
         idle = record.name in OFFLOADING  # nothing lies elsewhere: these give back what they are given
         assert program.passes == (before.passes if idle else (*before.passes, record.name))
         assert fzero.parse(str(program)) == program
@@ -53,12 +55,14 @@ def test_of_a_pipeline_each_role_has_programs_of_its_own() -> None:
     lowered = fzero.lower(spec, model.params, model.batch(0, 0), world_size=4)
     names = [record.name for record in lowered.passes]
     cut = names.index("by_role")
-    assert lowered.after(names[cut - 1], role=1) == lowered.after(names[cut - 1])
-    assert lowered.after("by_role", role=1) != lowered.after("by_role")
+    trails = {role: dict(lowered.trail(role)) for role in lowered.programs}
+    assert trails[1][names[cut - 1]] == trails[0][names[cut - 1]]
+    assert trails[1]["by_role"] != trails[0]["by_role"]
+    assert lowered.after("by_role", role=1) == trails[1]["by_role"]
     for role, program in lowered.programs.items():
-        assert lowered.after(names[-1], role=role).ops == program.ops
-    for record in [*lowered.passes[cut::12], lowered.passes[-1]]:  # each asks for all passes before it
-        counts = {kind: sum(op.kind == kind for op in lowered.after(record.name).ops) for kind in record.after}
+        assert trails[role][names[-1]].ops == program.ops
+    for record in lowered.passes[cut:]:
+        counts = {kind: sum(op.kind == kind for op in trails[0][record.name].ops) for kind in record.after}
         assert counts == dict(record.after), record.name
     with pytest.raises(KeyError, match="there is no role 2: the roles are 0, 1"):
         lowered.after("segment", role=2)

@@ -159,7 +159,7 @@ def test_a_malicious_metadata_does_not_execute(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "owned").exists()
 
 
-def test_malicious_and_damaged_chunks_do_not_execute(tmp_path: Path) -> None:
+def test_malicious_and_damaged_chunks_do_not_execute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = export_dcp(fitted(Stored({"a": torch.ones(3)})), tmp_path / "dcp", part="")
     (file,) = folder.glob("*.distcp")
     torch.save(Payload(tmp_path / "owned"), tmp_path / "attack")
@@ -174,6 +174,8 @@ def test_malicious_and_damaged_chunks_do_not_execute(tmp_path: Path) -> None:
     for info in metadata.storage_data.values():
         info.relative_path = "../attack"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (known,) = _unpickle.dcp_metadata({"files": [str(folder / ".metadata")]})
+    monkeypatch.setattr(dcp_folder.pickled, "_asked", lambda *_: [known])  # as a child answers
     with pytest.raises(CorruptError, match=r"names the file '../attack'"):
         dcp(folder)
     assert not (tmp_path / "owned").exists()

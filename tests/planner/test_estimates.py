@@ -72,6 +72,15 @@ def test_bytes_are_near_those_of_the_program(
     assert found / 1.6 <= said < found * 1.6
 
 
+def test_what_is_pinned_to_be_kept_is_sketched_without_recomputation(sketch: tuple[Problem, Sketch]) -> None:
+    """Half of the lowerings, with the same figures."""
+    pinned = sketched(problem_of(spec(remat="none"), PARAMS, BATCH, 8, load("h100"), None))
+    assert sketch[1].seconds.keys() == {"none", "full"}
+    assert pinned.seconds == {"none": sketch[1].seconds["none"]}
+    assert pinned.activations == {"none": sketch[1].activations["none"]}
+    assert pinned.share == 1
+
+
 def test_homes_are_read_as_the_spec_reads_them() -> None:
     """By rules over paths, which name neither the optimizer nor the parameters as the short words do."""
     by_paths = {"opt_state/**": "cpu", "params/layers/*/up": "cpu"}

@@ -84,7 +84,7 @@ QUESTIONS: dict[str, Callable[[], fzero.Planned]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_the_same_question_has_the_same_answer_without_a_search(question: str, searches: list[int]) -> None:
     first = QUESTIONS[question]()
@@ -145,9 +145,9 @@ def test_another_question_is_another(other: dict[str, Any], searches: list[int])
         asked = {"params_like": PARAMS, "batch_like": BATCH, "world_size": 2, "hardware": TOY, **given}
         return kept_plans._place(problem_of(one or spec(), memory=memory, **asked), most).key
 
-    assert key()
-    assert key() == key()
-    assert key(**other) not in ("", key())
+    own = key()
+    assert own
+    assert key(**other) not in ("", own)
 
 
 def test_a_leaf_of_each_rank_is_another_question(searches: list[int]) -> None:
@@ -241,8 +241,8 @@ def test_programs_that_are_not_as_foretold_are_said(
 
 def test_a_choice_has_the_value_of_the_spec() -> None:
     """The complaint: of a pipeline under a budget the reasons had the depth of role 0, and the Spec another one."""
-    given = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 4, "zero": 3, "remat": "none", "reduce": "each"}
-    one = spec(optimizer=optim.adamw(1e-3), **given)
+    given = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 2, "zero": 3, "remat": "none", "reduce": "each"}
+    one = spec(optimizer=optim.adamw(1e-3), pipeline="1f1b", **given)
     asked: dict[str, Any] = {"params_like": DEEP, "batch_like": BATCH[:64], "world_size": 4, "most": 1}
     loose = planned(one, **asked)
     tight = planned(one, memory=int(loose.peak * 0.97), **asked)

@@ -59,12 +59,11 @@ def usual(memory: int | None = None) -> fzero.Planned:
 
 def test_what_was_given_is_pinned_also_where_it_is_the_default() -> None:
     """3 is the stage of a Spec that says nothing; said, it stays."""
-    for zero in (1, 3):
-        found = planned(given(zero=zero, mesh={"dp": 4}), most=4)
-        assert {row.candidate.zero for row in found.table} == {zero}
-        assert {row.candidate.mesh for row in found.table} == {(("dp", 4),)}
-        assert sorted(found.choices)[:3] == ["bucket_bytes", "microbatches", "offload"]
-        assert "zero" not in found.choices
+    found = planned(given(zero=3, mesh={"dp": 4}), most=4)
+    assert {row.candidate.zero for row in found.table} == {3}
+    assert {row.candidate.mesh for row in found.table} == {(("dp", 4),)}
+    assert sorted(found.choices)[:3] == ["bucket_bytes", "microbatches", "offload"]
+    assert "zero" not in found.choices
     assert len({row.candidate.zero for row in usual().table}) > 1
 
 
@@ -110,12 +109,15 @@ def test_the_same_file_gives_the_same_answer() -> None:
     assert str(planned(memory=375_000)) == str(usual(375_000))
 
 
-def test_the_default_is_among_the_candidates_and_the_answer_no_slower() -> None:
-    for world, memory in ((1, None), (2, 280_000), (8, 280_000)):
-        found = planned(world=world, memory=memory)
-        plain = next(row for row in found.table if row.candidate == candidates.default(given(), world))
-        assert not plain.fits(found.memory, TOY.host_budget) or found.seconds <= plain.seconds * (1 + 1e-9)
-        assert found.peak <= found.memory
+@pytest.mark.parametrize(
+    ("world", "memory"),
+    [(2, 280_000), *(pytest.param(*one, marks=pytest.mark.acceptance) for one in ((1, None), (8, 280_000)))],
+)
+def test_the_default_is_among_the_candidates_and_the_answer_no_slower(world: int, memory: int | None) -> None:
+    found = planned(world=world, memory=memory)
+    plain = next(row for row in found.table if row.candidate == candidates.default(given(), world))
+    assert not plain.fits(found.memory, TOY.host_budget) or found.seconds <= plain.seconds * (1 + 1e-9)
+    assert found.peak <= found.memory
 
 
 @pytest.mark.acceptance
@@ -243,7 +245,8 @@ def test_widths_of_the_axis_that_rules_name() -> None:
         return (torch.relu(x @ p["up"]) @ p["down"]).square().mean()
 
     rules = {"up": fzero.P(None, "tp"), "down": fzero.P("tp", None)}
-    spec = fzero.Spec(loss=two, optimizer=optim.sgd(0.1), shard=rules, mesh="auto")
+    fixed: dict[str, Any] = {"zero": 0, "remat": "none", "offload": None, "microbatches": 1}
+    spec = fzero.Spec(loss=two, optimizer=optim.sgd(0.1), shard=rules, mesh="auto", **fixed)
     params = {"up": torch.empty(64, 256, device="meta"), "down": torch.empty(256, 64, device="meta")}
     found = fzero.plan(spec, params, torch.empty(8, 64, device="meta"), world_size=8, hardware=TOY, most=30)
     assert {dict(row.candidate.mesh)["tp"] for row in found.table} == {1, 2, 4}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +280,11 @@ def fail_for(digest: str, monkeypatch: Any) -> None:
 
 
 def one_rank(bad: str, failing: int) -> list[str]:
+    """What is aten on this rank. Nothing is compiled: another function takes the place of what compiles."""
     rank, world = fzero.comm.group.open_world("cpu")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_segments, "inductor_compile", lambda gm, inputs: partial(gm.forward))
+        patch.setattr(compile_segments, "_workers", lambda *_: [])
         if rank == failing:
             fail_for(bad, patch)
         made = compile_segments.compiled(small(), how="inductor", rank=rank, world_size=world)

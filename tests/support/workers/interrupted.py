@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -160,3 +161,4 @@ if __name__ == "__main__":
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else 7
     {"at_every_op": at_every_op, "around": lambda: around(seed), "between": between, "twice": twice}[sys.argv[1]]()
     print("right")
+    gc.freeze()  # Python ends without a walk over all objects
