@@ -18,12 +18,13 @@ class Link:
     """Figures of one kind of transfer over one axis.
 
     latency: seconds. wire_bytes: bytes a second, of the whole buffer. ranks: among how many it was measured; 0: not
-    known, and then taken to be as many as are asked for.
+    known, and then taken to be as many as are asked for. start: seconds of any transfer, however many ranks there are.
     """
 
     latency: float
     wire_bytes: float
     ranks: int = 0
+    start: float = 0.0
 
     def seconds(self, kind: str, whole: int, ranks: int = 0) -> float:
         """Of one transfer of a whole buffer among `ranks` (0: as many as were measured), with nothing beside it.
@@ -40,12 +41,13 @@ class Link:
             return 0.0
         record = kinds.of(kind).collective
         hops = (2 if record is not None and record.scattered else 1) * (n - 1) / (measured - 1)
-        return self.latency * hops + kind_bytes(kind, whole, n) / (self.wire_bytes * (measured - 1) / measured)
+        sent = kind_bytes(kind, whole, n) / (self.wire_bytes * (measured - 1) / measured)
+        return self.start + self.latency * hops + sent
 
     def message(self) -> Link:
         """The figures of a message between two ranks, from these of an all-gather."""
         measured = self.ranks or 2
-        return Link(self.latency / (measured - 1), self.wire_bytes * (measured - 1) / measured, 2)
+        return Link(self.latency / (measured - 1), self.wire_bytes * (measured - 1) / measured, 2, self.start)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Rates:
         if link is None:
             raise KeyError(f"there is no rate of {kind} over {axis or 'any axis'}")
         if kind == SEND:
-            return link.latency + nbytes / link.wire_bytes
+            return link.start + link.latency + nbytes / link.wire_bytes
         return link.seconds(kind, nbytes, ranks)
 
 

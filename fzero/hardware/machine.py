@@ -49,7 +49,7 @@ class NetworkLevel:
     """A level of the network: groups of `size` devices that reach one another through it.
 
     bytes: a second, of each device and direction. efficiency: the part that long transfers reach. latency_us: of a hop.
-    tax: the seconds that a second of compute takes while the level is busy.
+    start_us: of any transfer over it. tax: the seconds that a second of compute takes while the level is busy.
     """
 
     name: str
@@ -57,6 +57,7 @@ class NetworkLevel:
     bytes: float
     efficiency: float = 1.0
     latency_us: float = 0.0
+    start_us: float = 0.0
     tax: float = SLOWER
 
 
@@ -159,15 +160,16 @@ class Hardware:
                 f"hardware {self.name!r} joins {self.devices} devices, and the mesh needs {max(ranks) + 1}: add a "
                 "[[level]] to its file, or take fewer ranks"
             )
-        slowest, latency, within, apart = math.inf, 0.0, 1, len(ranks)
+        slowest, latency, start, within, apart = math.inf, 0.0, 0.0, 1, len(ranks)
         for level in self.levels:
             groups = len({rank // level.size for rank in ranks})
             if apart > 1:
                 ports = sum(rank // within == ranks[0] // within for rank in ranks)
                 slowest = min(slowest, level.bytes * level.efficiency * ports)
+                start = max(start, level.start_us * 1e-6)
                 latency += level.latency_us * 1e-6 * (apart - groups) / (len(ranks) - 1)
             within, apart = level.size, groups
-        return Link(latency, 2 * slowest, 2)  # among two, half of a buffer is sent
+        return Link(latency, 2 * slowest, 2, start)  # among two, half of a buffer is sent
 
     def rates(self, mesh: Mesh) -> Rates:
         """The figures of a step over a mesh whose ranks are numbered along the levels."""

@@ -178,6 +178,11 @@ def test_a_transfer_is_priced_by_its_ranks() -> None:
     assert link.seconds("all_gather", 1 << 20, 1) == 0
     unknown = Link(3e-5, 1e9)
     assert unknown.seconds("all_gather", 1 << 20, 64) == pytest.approx(3e-5 + (1 << 20) / 1e9)
+    starting = replace(link, start=1e-3)
+    for kind in ("all_gather", "all_reduce"):
+        assert starting.seconds(kind, 1 << 20, 8) == pytest.approx(1e-3 + link.seconds(kind, 1 << 20, 8)), "once"
+    own = replace(NETWORK, axes={"pp": {"all_gather": starting}})
+    assert own.transfer("send", 1 << 20, "pp") == pytest.approx(1e-3 + 1e-5 + (1 << 20) / 0.75e9)
 
 
 def test_an_axis_may_have_figures_of_its_own() -> None:

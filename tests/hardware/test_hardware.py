@@ -47,6 +47,30 @@ def test_a_ring_within_a_node_has_the_inner_levels_figures() -> None:
     assert link.seconds("all_gather", int(whole), 8) == pytest.approx(7 * 3.4e-6 + whole * 7 / 8 / NVLINK)
 
 
+# microseconds of all-reduces by MiB, among so many A100 over NVLink: measured (VIA-Research/vTrain, trace/a100)
+NCCL = {
+    2: {4: 61, 16: 132, 64: 405, 256: 1456, 1024: 5443}, 4: {4: 77, 16: 180, 64: 544, 256: 1929, 1024: 7259},
+    8: {4: 96, 16: 232, 64: 580, 256: 2162, 1024: 8193},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "a100-80gb"])
+def test_all_reduces_within_a_node_take_what_was_measured(name: str) -> None:
+    off = []
+    for ranks, measured in NCCL.items():
+        rates = hardware.load(name).rates(Mesh((("tp", ranks),)))
+        off += [rates.transfer("all_reduce", n << 20, "tp", ranks) / (us * 1e-6) - 1 for n, us in measured.items()]
+    assert max(map(abs, off)) < 0.18
+    assert sum(map(abs, off)) / len(off) < 0.08
+
+
+def test_a_transfer_starts_once_on_the_level_that_starts_the_slowest() -> None:
+    sizes = {"node": (2, 3.0), "net": (4, 2.0)}
+    levels = tuple(NetworkLevel(name=x, size=n, bytes=1e9, start_us=us) for x, (n, us) in sizes.items())
+    machine = Hardware(name="two", device=Device(memory_gib=1, memory_bytes=1e9, flops={"fp32": 1e9}), levels=levels)
+    assert [machine.link(ranks).start for ranks in ([0, 1], [0, 2], [0, 1, 2, 3])] == [3e-6, 2e-6, 3e-6]
+
+
 def test_a_ring_across_nodes_uses_a_port_for_each_member_of_a_node() -> None:
     """One member a node has one port; eight members of each carry the ring over eight, at most what NVLink gives."""
     alone, together = H100.link(range(0, 64, 8)), H100.link(range(64))
