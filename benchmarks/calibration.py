@@ -49,7 +49,7 @@ KNOWN = {"h100": {**USUAL, "attention": 0.3}, "a100": {**USUAL, "attention": 0.6
 RECORD = machine.ROOT / "benchmarks" / "results" / "calibration.json"
 NEAR, STEPS, SEED = 0.02, 1500, 0
 BUCKET = 40e6  # parameters: Megatron's default
-HOST = 57e-6  # seconds of Python for a fused kernel, which is two or three of eager's: set with vTrain's rows in view
+HOST = 60e-6  # seconds of Python for a fused kernel, which is two or three of eager's: set with vTrain's rows in view
 LIMIT = 0.3  # an error beyond it counts no more than its square: such a row is of another kind
 
 
@@ -109,7 +109,8 @@ def _seconds(part: Part, row: Published, rates: Rates) -> float:
     products = sum(n * seconds(work, rates) for work, n in part.products.items())
     moved = part.moved[row.stack.fused] / rates.memory_bytes
     sent = sum(n * rates.transfer(kind, size, "tp", row.shape.tp) for (kind, size), n in part.sent.items())
-    return max((products + moved + row.stack.exposed * sent) / row.cp, part.calls * HOST)
+    device, host = (products + moved + row.stack.exposed * sent) / row.cp, 0.0 if row.stack.eager else part.calls * HOST
+    return math.cbrt(device**3 + host**3)  # the longer, and more where both are as long
 
 
 def _messages(row: Published, rates: Rates) -> float:
@@ -211,7 +212,7 @@ def choices(console: Console, rows: Sequence[Published], found: Sequence[float])
         layout = f"tp {one.shape.tp}, pp {one.pp}, {one.shape.rows} a microbatch"
         where = f"{name} on {world} x {device}, length {length}"
         console.print(
-            f"  {one.seconds / least:.3f} of the fastest of {len(those)}, tau {tau:.2f}: {layout}, {step}",
+            f"  {one.seconds / least:.3f} of the fastest of {len(those)}, tau {tau:.2f}: {layout}, {where}",
             highlight=False,
         )
 

@@ -206,7 +206,7 @@ def loss_of(shape: Shape) -> Any:
 class Part:
     """What one layer does, or all that is in no layer, of one microbatch. products: calls of which operations count.
     moved: bytes of the others, one by one and fused. sent: by kind of transfer and its bytes, over tensor parallelism's
-    axis. updated: bytes of the optimizer. calls: of kernels, fused, and of transfers."""
+    axis. updated: bytes of the optimizer. calls: of kernels, fused."""
 
     products: Counter[CallWork]
     moved: tuple[float, float]
@@ -254,7 +254,6 @@ def _counted(shape: Shape, layers: int) -> Part:
     moved, updated, called = [0.0, 0.0], 0.0, 0
     for op in program.ops:
         if (record := op.row.collective) is not None:
-            called += 1
             ends = (program.buffers[ref.name].nbytes for ref in (op.reads[0], op.writes[0]))
             sent[op.kind, record.whole_bytes(*ends)] += 1
         elif op.computes:

@@ -18,7 +18,7 @@ def test_published_steps_are_read() -> None:
     assert {calibration.preset_of(row) for row in rows} <= set(hardware.presets())
 
 
-@pytest.mark.parametrize("name", ["foundry_beyond_64", "megatron_2021"])
+@pytest.mark.parametrize("name", ["foundry_beyond_64", "megatron_2021", "vtrain_node", "vtrain_nodes"])
 def test_tables_that_nothing_is_fitted_to_agree_with_themselves(name: str) -> None:
     """Their ranks are the product of their axes; seconds of a step and tokens a second are one statement."""
     path = TABLE.parent / f"{name}.csv"
