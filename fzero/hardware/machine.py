@@ -166,7 +166,7 @@ class Hardware:
             if apart > 1:
                 ports = sum(rank // within == ranks[0] // within for rank in ranks)
                 slowest = min(slowest, level.bytes * level.efficiency * ports)
-                start = max(start, level.start_us * 1e-6)
+                start = max(start, level.start_us * 1e-6) if apart > groups else start
                 latency += level.latency_us * 1e-6 * (apart - groups) / (len(ranks) - 1)
             within, apart = level.size, groups
         return Link(latency, 2 * slowest, 2, start)  # among two, half of a buffer is sent
