@@ -6,6 +6,7 @@ import csv
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from benchmarks import calibration
 from benchmarks.published import TABLE, Published, parts, published
@@ -55,3 +56,25 @@ def test_a_layer_is_what_the_formula_says(tp: int) -> None:
     alone, some, many = (seconds(replace(row, dp=ranks)) for ranks in (1, 64, 1024))
     assert some > alone
     assert many - alone > 4 * (some - alone)
+
+
+@pytest.mark.parametrize(("pp", "layer", "ends", "slowest"), [
+    (4, 1.0, 1.5, 4.5),  # 12 layers: three each, and the ends beside three of them
+    (8, 1.0, 1.5, 2.0),  # 12 layers on 8 roles: seven roles of two hold them all, if need be
+    (5, 1.0, 1.5, 3.0),
+    (5, 1.0, 9.0, 9.0),
+])  # fmt: skip
+def test_layers_that_the_roles_do_not_divide_are_dealt_around_the_ends(
+    pp: int, layer: float, ends: float, slowest: float
+) -> None:
+    row = replace(next(published()), layers=12, pp=pp)
+    assert calibration._slowest(row, layer, ends) == slowest
+
+
+def test_of_the_layouts_of_one_step_the_fastest_by_prediction_is_named() -> None:
+    first, *_ = published()
+    rows = [replace(first, pp=pp, seconds=seconds) for pp, seconds in ((1, 4.0), (2, 2.0), (4, 3.0))]
+    with (console := Console(width=200)).capture() as shown:
+        calibration.choices(console, rows, [0.0, 0.0, -0.5])  # foretold: 4.0, 2.0 and 1.5 s
+    assert "1.500 of the fastest of 3, tau 0.33" in shown.get()
+    assert "pp 4" in shown.get()
