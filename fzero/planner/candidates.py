@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -97,7 +98,7 @@ class Candidate:
     @cached_property
     def values(self) -> tuple[Any, ...]:
         """The values, in the order of the fields."""
-        return tuple(self.fields.values())
+        return _values(self)
 
     @cached_property
     def ranks(self) -> Mesh:
@@ -119,6 +120,9 @@ class Candidate:
         rest = offload + schedule + (f" reduce={self.reduce}" if self.reduce is not None else "")
         rest += f" sequence={self.sequence}" if self.sequence is not None else ""
         return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{rest}"
+
+
+_values = attrgetter(*(f.name for f in fields(Candidate)))
 
 
 def default(spec: Spec, world_size: int) -> Candidate:
