@@ -133,7 +133,7 @@ class Mesh:
     @property
     def roles(self) -> int:
         """How many roles a pipeline has; 1 without one."""
-        return dict(self.axes).get(PIPELINE, 1)
+        return next((size for name, size in self.axes if name == PIPELINE), 1)
 
     def role(self, rank: int) -> int:
         """Which role of a pipeline a rank has; 0 without one."""

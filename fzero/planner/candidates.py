@@ -93,7 +93,7 @@ class Candidate:
     @property
     def fields(self) -> dict[str, Any]:
         """The values by the field's name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return dict(zip(NAMES, self.values, strict=True))
 
     @cached_property
     def values(self) -> tuple[Any, ...]:
@@ -122,7 +122,8 @@ class Candidate:
         return f"{mesh} zero={self.zero} microbatches={self.microbatches} remat={self.remat}{rest}"
 
 
-_values = attrgetter(*(f.name for f in fields(Candidate)))
+NAMES = tuple(f.name for f in fields(Candidate))
+_values = attrgetter(*NAMES)
 
 
 def default(spec: Spec, world_size: int) -> Candidate:
