@@ -112,7 +112,7 @@ class Hardware:
             raise SpecError(f"hardware {self.name!r}: type = {self.type!r}: needed one of {', '.join(TYPES)}")
         if "fp32" not in self.device.flops:
             raise SpecError(
-                f"hardware {self.name!r}: device.flops has no fp32, by which a dtype that it does not list is reckoned: "
+                f"hardware {self.name!r}: device.flops has no fp32, by which dtypes that it lacks are reckoned: "
                 "add fp32 = its operations a second"
             )
         inner = 1
