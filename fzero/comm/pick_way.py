@@ -37,10 +37,11 @@ LONG = 0.01  # seconds of a product that is not run again
 WAYS = {"all_gather": ("shared", "p2p", "gloo"), "reduce_scatter": ("shared", "p2p")}
 
 CODING = ("encode", "decode")
+SPEEDS = ("bf16", "f32", "memory")
 FIGURES = (
     *(f"{kind} {size}" for kind in WAYS for size in SIZES),
     *(f"{codec} {way}" for codec in CODECS for way in CODING),
-    *("bf16", "f32", "memory", "hidden"),
+    *(*SPEEDS, "hidden"),
 )  # that are kept, and what rates are made of
 
 Table = Mapping[tuple[str, int], str]
@@ -78,7 +79,7 @@ def measured(
     judged = {f"{kind} {SIZES[-1]}": spent[f"{kind} {SIZES[-1]}"] for kind in WAYS}
     question = f"{', '.join(comms)} among {ranks} of {world_size} ranks"
     kept = kept_costs.steady("transfers", question, FIGURES, judged) if rank == 0 else {}
-    told: list[float] = _from_rank_0([kept[x] for x in FIGURES if kept], world_size)
+    told: list[float] = _from_rank_0([kept[x] for x in FIGURES] if _possible(kept) else [], world_size)
     if not told:  # then it is measured, by all ranks: they move bytes for it together
         largest = ("all_gather", SIZES[-1])
         new = {**spent, **_computing(), "hidden": _rounded(_hidden(moves[largest], comms[table[largest]]))}
@@ -108,8 +109,13 @@ def _from_rank_0(local: Sequence[Any], world_size: int) -> list[Any]:
 def _computing() -> dict[str, float]:
     """What of the rates does not depend on transfers, by name."""
     coded = {f"{codec} {way}": x * 1e-9 for codec in CODECS for way, x in zip(CODING, nanoseconds(codec), strict=True)}
-    speeds = {"bf16": _flops(torch.bfloat16), "f32": _flops(torch.float32), "memory": _memory()}
+    speeds = dict(zip(SPEEDS, (_flops(torch.bfloat16), _flops(torch.float32), _memory()), strict=True))
     return {name: _rounded(value) for name, value in {**coded, **speeds}.items()}
+
+
+def _possible(kept: Mapping[str, float]) -> bool:
+    """Whether there are figures that a machine may have: a file may hold any."""
+    return bool(kept) and all(kept[x] > 0 for x in SPEEDS) and kept["hidden"] <= 1
 
 
 def _rounded(value: float) -> float:

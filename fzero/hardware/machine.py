@@ -110,6 +110,11 @@ class Hardware:
         """Raises SpecError for a type and for figures that no machine has."""
         if self.type not in ("", *TYPES):
             raise SpecError(f"hardware {self.name!r}: type = {self.type!r}: needed one of {', '.join(TYPES)}")
+        if "fp32" not in self.device.flops:
+            raise SpecError(
+                f"hardware {self.name!r}: device.flops has no fp32, by which dtypes that it lacks are reckoned: "
+                "add fp32 = its operations a second"
+            )
         inner = 1
         for level in self.levels:
             if level.size < inner or level.size % inner:

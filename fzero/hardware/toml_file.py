@@ -98,7 +98,10 @@ def _record(where: str, part: str, record: type[Any], given: Any, sources: dict[
         if name not in values and f.default is MISSING and f.default_factory is MISSING:
             raise SpecError(f"hardware file {where}: [{part}] needs {name}")
     for name, value in values.items():
-        for key, figure in value.items() if isinstance(value, dict) else [(name, value)]:
+        table = part == "device" and name in TABLES
+        if table and not isinstance(value, dict):
+            raise SpecError(f"hardware file {where}: {part}.{name} = {value!r}: needed a table, as {{ fp32 = 20e12 }}")
+        for key, figure in value.items() if table else [(name, value)]:
             _checked(where, f"{part}.{name}" + (f".{key}" if key != name else ""), name, figure)
     return record(**values)
 

@@ -150,6 +150,19 @@ def test_what_is_kept_is_not_measured_again(clock: list[float], monkeypatch: pyt
     assert len(asked) == 4
 
 
+@pytest.mark.parametrize(("name", "value"), [("memory", 0), ("bf16", 0), ("f32", 0), ("hidden", 7)])
+def test_what_no_machine_has_is_measured_again(
+    name: str, value: float, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The complaint: of a speed of 0 in the file, each run ended in a ZeroDivisionError."""
+    echo(monkeypatch)
+    first = measured(comms(clock), RANKS, RANKS)
+    ((question, figures),) = kept_costs.read("transfers").items()
+    kept_costs.remember("transfers", {question: {**figures, name: value}}, anew=True)
+    assert measured(comms(clock), RANKS, RANKS) == first
+    assert kept_costs.read("transfers") == {question: figures}
+
+
 def test_rank_0_decides(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     echo(monkeypatch, lambda told: ["p2p"] * len(told) if "p2p" in told else [0.5] * len(told))
     table, rates = measured(comms(clock), RANKS, RANKS)

@@ -106,6 +106,7 @@ def test_levels_of_no_multiple_are_refused() -> None:
 
 
 GOOD = "[device]\nmemory_gib = 8\nmemory_bytes = 1e11\nflops = { fp32 = 1e12 }\n"
+LEVEL = GOOD + "[[level]]\nname = 'x'\nsize = 2\nbytes = 1\n"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,16 @@ GOOD = "[device]\nmemory_gib = 8\nmemory_bytes = 1e11\nflops = { fp32 = 1e12 }\n
         (GOOD.replace("1e12", "-1"), "device.flops.fp32 = -1: needed a number"),
         (GOOD + "[level]\nname = 'x'\n", "needed \\[\\[level\\]\\], with two brackets"),
         (GOOD + "[[level]]\nname = 'x'\nsize = 2.5\nbytes = 1\n", "level.x.size = 2.5: needed a positive int"),
+        (
+            LEVEL + "start_us = { a = 1 }\n",
+            "level.x.start_us = {'a': 1}: needed",
+        ),
+        (
+            LEVEL + "start_us = -1\n",
+            "level.x.start_us = -1: needed a number",
+        ),
+        (GOOD.replace("{ fp32 = 1e12 }", "1e12"), "device.flops = 1000000000000.0: needed a table"),
+        (GOOD.replace("fp32", "bf16"), "device.flops has no fp32"),
         (GOOD + "from = { flopz = 'x' }\n", "\\[device.from\\] has no key 'flopz'. Did you mean 'flops'?"),
         ("device = 3", "\\[device\\] is 3: needed a table"),
     ],

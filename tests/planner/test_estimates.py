@@ -13,6 +13,7 @@ import fzero
 from fzero import optim
 from fzero.hardware import load
 from fzero.ir.mesh import Mesh
+from fzero.planner import nothing_fits
 from fzero.planner.candidates import Candidate, fixed
 from fzero.planner.estimates import FEW_LAYERS, Sketch
 from fzero.planner.problem import Problem, problem_of
@@ -79,6 +80,21 @@ def test_what_is_pinned_to_be_kept_is_sketched_without_recomputation(sketch: tup
     assert pinned.seconds == {"none": sketch[1].seconds["none"]}
     assert pinned.activations == {"none": sketch[1].activations["none"]}
     assert pinned.share == 1
+    full = sketched(problem_of(spec(remat="full"), PARAMS, BATCH, 8, load("h100"), None))
+    assert (full.seconds, full.activations) == (sketch[1].seconds, sketch[1].activations)
+
+
+def test_recomputation_is_sketched_where_it_is_left_open_as_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(spec(remat="none", mesh={"dp": 1}), PARAMS, BATCH, 1, load("h100"), None)
+    asked: list[tuple[bool, set[Any]]] = []
+
+    def first(one: Problem, sketch: Sketch) -> None:
+        asked.append(("remat" in one.given, {*sketch.activations}))
+
+    monkeypatch.setattr(nothing_fits, "_first", first)
+    assert not list(nothing_fits.alternatives(problem, sketched(problem)))
+    assert {remats == ({"none"} if pinned else {"none", "full"}) for pinned, remats in asked} == {True}
+    assert {pinned for pinned, _ in asked} == {False, True}
 
 
 def test_homes_are_read_as_the_spec_reads_them() -> None:

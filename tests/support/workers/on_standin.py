@@ -44,6 +44,7 @@ from unittest import mock
 import cases
 import pytest
 import torch
+from sparse_calls import drawn, masked
 from standin import device, nccl, order
 from standin.running import (
     BF16,
@@ -75,7 +76,19 @@ from fzero.comm.group import Line
 from fzero.cost.allocator import measured_peak
 from fzero.ir.op import Op, make_op
 from fzero.ir.records import Ref
-from fzero.kernels import adam8_kernel, adamw, cast, codec_kernels, codecs, flat_norms, hyper, philox, row_sums
+from fzero.kernels import (
+    adam8_kernel,
+    adamw,
+    block_sparse,
+    cast,
+    codec_kernels,
+    codecs,
+    flat_norms,
+    hyper,
+    philox,
+    row_sums,
+    softmax_loss,
+)
 from fzero.kernels import round as rounding
 from fzero.kernels.codecs import CODECS
 from fzero.optim import _adam8
@@ -428,10 +441,16 @@ def random_numbers() -> None:
     for dtype in (F32, torch.float64, BF16):
         numbers = fzero.random.uniform(there, (300,), dtype=dtype, low=2.0, high=4.0).cpu()
         assert 2 <= numbers.min() < 2.2 < 3.8 < numbers.max() < 4
-        for normal, drawn in ((False, fzero.random.uniform), (True, fzero.random.normal)):
+        for normal, numbers_of in ((False, fzero.random.uniform), (True, fzero.random.normal)):
             exact = philox.fill_reference(key[None].numpy(), 1100, normal=normal, double=dtype == torch.float64)[0]
-            error = (drawn(there, (1100,), dtype=dtype).cpu().double() - torch.tensor(exact)).abs()
-            assert (error <= torch.finfo(dtype).eps * torch.tensor(exact).abs() + 1e-5).all()
+            error = numbers_of(there, (1100,), dtype=dtype).cpu().double() - torch.tensor(exact)
+            least = 64 * torch.finfo(torch.promote_types(dtype, F32)).eps
+            assert (error.abs() <= torch.finfo(dtype).eps * torch.tensor(exact).abs() + least).all()
+            assert normal or (error <= 0).all()
+    keys, far = torch.tensor([[-3, 2**62 + 5], [2**63 - 1, -(2**63)]]), torch.empty(2, 300, device=HERE)
+    philox.fill(far, keys.to(HERE), normal=False, offset=2**35 + 7)
+    exact = philox.fill_reference(keys.numpy(), 300, normal=False, offset=2**35 + 7)
+    assert torch.equal(far.cpu().double(), torch.tensor(exact))
     whole = _draw_ops.uniform(there, [4, 6], F32, 0.0, 1.0)
     part = _draw_ops.uniform_part(there, [4, 6], F32, 0.0, 1.0, torch.ones((), dtype=torch.int64, device=HERE), 2, 1)
     assert torch.equal(part, whole[:, 3:])
@@ -481,6 +500,13 @@ def block_sparse_attention() -> None:
         ends.append((float(state.metrics["loss"]), fzero.unshard(state.params)["w"].cpu()))
     assert abs(ends[0][0] - ends[1][0]) < 1e-5
     torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-4, atol=1e-5)
+    call = drawn(2, block=16, rows=2, batch=1, groups=2, repeat=2, table="all", documents=True, dim=8, value_dim=3)
+    q, k, v, grad, columns, documents = (x.to(HERE) for x in (*call.tensors, call.columns, call.documents))
+    found = [block_sparse.attention_out(q, k, v, columns, documents, *call.numbers, out=torch.empty_like(grad))]
+    into = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+    found += block_sparse.backward_out(grad, q, k, v, columns, documents, *call.numbers, **into)
+    for a, b in zip(found, masked(call, torch.float64), strict=True):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-3, atol=1e-4)
 
 
 @scenario(1)
@@ -517,8 +543,10 @@ def optimizer_kernels() -> None:
     for gradient in (1, 2):
         adam8_kernel.adamw8_(own[0], own[gradient], *eight, *scalars, *hyperparameters)
         _adam8.adamw8_(cpu[0], cpu[gradient], *plain, count, lr, *hyperparameters)
-    for a, b in zip((own[0], *eight), (cpu[0], *plain), strict=True):
-        assert torch.isclose(a.cpu().float(), b.float(), rtol=1e-4, atol=1e-5).sum() >= 0.99 * len(a)  # MKL's root
+    for a, b, most in zip((own[0], *eight), (cpu[0], *plain), (1e-3, 2, 0, 2, 0), strict=True):  # 2: of the codes
+        error = (a.cpu().float() - b.float()).abs() - 1e-4 * b.abs() - 1e-5
+        assert (error > 0).sum() <= 0.01 * len(a)  # MKL's root
+        assert error.max() <= most
 
 
 @scenario(1)
@@ -617,6 +645,7 @@ def a_compiled_transformer() -> None:
     packed, total = torch.empty(2, 4, 3, 3, 8, device=HERE), torch.empty(72, device=HERE)
     row_sums.pack_sum(*heads, packed, total)
     assert torch.equal(packed.cpu(), torch.stack([x.cpu() for x in heads]).permute(1, 3, 0, 2, 4))
+    torch.testing.assert_close(total.cpu(), packed.cpu().reshape(-1, 72).sum(0))
     assert abs(found[0][0] - found[1][0]) < 1e-5
     for a, b in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-5)
@@ -689,6 +718,15 @@ def a_loss_over_a_vocabulary() -> None:
         assert set(used) == {("softmax_loss", True)}, used
         assert abs(ends[0][0] - ends[1][0]) < far
         torch.testing.assert_close(ends[0][1], ends[1][1], rtol=far, atol=far)
+    logits, total = torch.linspace(-9, 9, 72, device=HERE).view(6, 12).cos(), torch.empty((), device=HERE)
+    exact = logits[:, :10].cpu().double().requires_grad_()
+    (wanted := torch.nn.functional.cross_entropy(exact, y, reduction="sum")).backward()
+    logits[:, 10:] = torch.nan  # behind the vocabulary
+    with mock.patch.multiple(softmax_loss, AT_ONCE=8, WRITTEN=8):
+        softmax_loss.softmax_loss(logits, y.to(HERE), None, total, logits, columns=10, mean=False, ignored=-100)
+    for a, b in ((total, wanted.detach()), (logits[:, :10], exact.grad)):
+        torch.testing.assert_close(a.cpu().double(), b, rtol=1e-5, atol=1e-6)
+    assert not logits[:, 10:].any()
 
 
 SETTINGS = {"scale": 1.0}
