@@ -109,7 +109,8 @@ def _seconds(part: Part, row: Published, rates: Rates) -> float:
     products = sum(n * seconds(work, rates) for work, n in part.products.items())
     moved = part.moved[row.stack.fused] / rates.memory_bytes
     sent = sum(n * rates.transfer(kind, size, "tp", row.shape.tp) for (kind, size), n in part.sent.items())
-    device, host = (products + moved + row.stack.exposed * sent) / row.cp, 0.0 if row.stack.eager else part.calls * HOST
+    device = (products + moved + row.stack.exposed * sent) / row.cp
+    host = 0.0 if row.stack.eager else part.calls * HOST  # an eager row's products are slower by as much
     return math.cbrt(device**3 + host**3)  # the longer, and more where both are as long
 
 

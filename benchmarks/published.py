@@ -4,7 +4,7 @@ A row names a model, a world and a step's seconds. Its work is read off four pro
 `micro_batch` sequences and one more. The difference of depths is a layer. Bytes that do not grow with the sequences
 (casts and sums of weight gradients) are left out: the programs of these rows fuse them into products.
 
-How the row's software differs from fzero's is a `Stack`, by its family.
+How the row's software differs from fzero's is a `Stack`, by its family and device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """pick_way: measures each way of a transfer, and chooses the fastest way by size.
 
-At set-up every way moves buffers of SIZES bytes a few times, and the rank computes beside the largest gather. This
-takes some 100 ms in all over loopback. Rank 0 picks the fastest way for each kind and size, and sends its choice and
+At set-up every way moves buffers of SIZES bytes a few times, which takes some 100 ms in all over loopback. What rank 0
+has kept of its machine is taken, while that is near it; else ranks also compute, alone and beside the largest gather.
+Rank 0 picks the fastest way for each kind and size, and sends its choice and
 its figures to the others. So all ranks go the same way and expect the same costs (`fzero.cost.rates.Rates`). A transfer
 goes the way of the nearest measured size.
 
@@ -41,7 +42,8 @@ SPEEDS = ("bf16", "f32", "memory")
 FIGURES = (
     *(f"{kind} {size}" for kind in WAYS for size in SIZES),
     *(f"{codec} {way}" for codec in CODECS for way in CODING),
-    *(*SPEEDS, "hidden"),
+    *SPEEDS,
+    "hidden",
 )  # that are kept, and what rates are made of
 
 Table = Mapping[tuple[str, int], str]
