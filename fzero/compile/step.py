@@ -292,10 +292,10 @@ def _each_role(
     """The further passes; with a pipeline, over the program of each role.
 
     program, first: after the first passes, and their records. as_wanted: where what was wanted does not fit the device,
-    less is not tried.
+    less is not tried. Roles share equal segments: what is known of one is known of all.
     """
     parts = {0: program} if schedule is None else dict(by_role(program, schedule))
-    roles = {}
+    roles, segments = {}, dict[str, fx.GraphModule]()
     for number in list(parts):
         part = parts.pop(number)
         collect()
@@ -305,6 +305,7 @@ def _each_role(
             )
             first = (*first[: len(BEFORE_ROLES)], cut)
         half, second = optimise(part, options, UNTIL_PREFETCH)
+        half = replace(half, segments={key: segments.setdefault(key, gm) for key, gm in half.segments.items()})
         decided = _of_role(half, asked, options)
         read, attempts = replace(options, decided=decided), asked.context.deciders.tighter(half, decided)
         device, host = asked.wanted.device_bytes, asked.wanted.host_bytes

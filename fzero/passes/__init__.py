@@ -159,6 +159,11 @@ FROM_PREFETCH: Passes = (
 PASSES = (*BEFORE_ROLES, *UNTIL_PREFETCH, *FROM_PREFETCH)
 
 
+def counted(program: Program) -> Mapping[str, int]:
+    """How many ops of each kind a program has."""
+    return Counter(op.kind for op in program.ops)
+
+
 @dataclass(frozen=True)
 class PassRecord:
     """The change that one pass made: ops by kind, before and after, and the reason for the pass's place in the
@@ -172,7 +177,7 @@ class PassRecord:
     @classmethod
     def of(cls, name: str, why: str, before: Program, after: Program) -> PassRecord:
         """The record of a pass, from the programs before and after it."""
-        return cls(name, why, Counter(op.kind for op in before.ops), Counter(op.kind for op in after.ops))
+        return cls(name, why, counted(before), counted(after))
 
     def __str__(self) -> str:
         kinds = [kind for kind in {**self.before, **self.after} if self.before.get(kind, 0) != self.after.get(kind, 0)]
@@ -182,10 +187,13 @@ class PassRecord:
 
 def trail(program: Program, options: Options, passes: Passes = PASSES) -> Iterator[tuple[PassRecord, Program]]:
     """Runs passes in order; yields the record of each and the program after it."""
+    before = counted(program)
     for name, run, why in passes:
         progress.now(f"pass {name}")
-        before, program = program, run(program, options)
-        yield PassRecord.of(name, why, before, program), program
+        program = run(program, options)
+        after = counted(program)
+        yield PassRecord(name, why, before, after), program
+        before = after
 
 
 def optimise(program: Program, options: Options, passes: Passes = PASSES) -> tuple[Program, tuple[PassRecord, ...]]:

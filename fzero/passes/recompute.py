@@ -205,13 +205,12 @@ def _only_backward(readers: Sequence[tuple[int, Ref]], backward: Sequence[bool])
 
 def _under(program: Program, rules: Rules, word: str) -> list[bool]:
     """By op, whether a word holds for a run. One that reads no leaf, as between two transfers, is as the run before."""
-    return run_layers.of_runs(program, lambda op: says(program, op, rules, word), first=False)
+    return run_layers.of_runs(program, lambda leaves: says(leaves, rules, word), first=False)
 
 
-def says(program: Program, op: Op, rules: Rules, word: str) -> bool:
-    """Whether, for any parameter of this segment, the first rule that matches it says `word`."""
-    said = [_says(rules, names) for ref in op.reads for names in run_layers.leaves(program, ref)]
-    return word in said
+def says(leaves: run_layers.Leaves, rules: Rules, word: str) -> bool:
+    """Whether, for any of these leaves, the first rule that matches it says `word`."""
+    return any(_says(rules, names) == word for names in leaves)
 
 
 def _says(rules: Rules, names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from fzero.capture.short_tracebacks import short_tracebacks
+from fzero.collector import collector_paused
 from fzero.compile.lowered import Lowered
 from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware
@@ -34,6 +35,7 @@ GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
 
 
 @short_tracebacks
+@collector_paused()
 def plan(
     spec: Spec,
     params_like: Any,

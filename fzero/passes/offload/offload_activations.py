@@ -18,6 +18,7 @@ from fzero.ir import rewrite
 from fzero.ir.op import StepPhase, make_op
 from fzero.ir.program import Program
 from fzero.ir.records import DEVICE, HOST, Ref
+from fzero.passes.common.run_layers import read_leaves
 from fzero.passes.offload.to_spaces import staging
 from fzero.passes.recompute import says
 
@@ -33,9 +34,8 @@ def offload_activations(program: Program, rules: Mapping[str, str], ahead: int =
     phase = {i: op.phase for i in runs if (op := program.ops[i]).in_region}
     reads, writes = rewrite.reads_of(program.ops), rewrite.writes_of(program.ops)
     edits = rewrite.Edits()
-    for index in (i for i, found in phase.items() if found is StepPhase.FORWARD):
-        op = program.ops[index]
-        if not says(program, op, rules, "offload"):
+    for index, (op, leaves) in enumerate(read_leaves(program)):
+        if phase.get(index) is not StepPhase.FORWARD or not says(leaves, rules, "offload"):
             continue
         for ref in (r for r in op.writes if r.start is None and len(writes[r.name]) == 1):
             uses = [i for i, _ in reads.get(ref.name, ())]

@@ -43,7 +43,12 @@ def by_role(program: Program, schedule: Schedule) -> dict[int, Program]:
     cut = Assigned(program, schedule)
     cut.place()
     flows, works = _ordered(cut.works, _messages(cut))
-    builders = [_RoleBuilder(cut, works, flows, role) for role in range(schedule.roles)]
+    own: dict[int, list[RoleWork | Exchange]] = {role: [] for role in range(schedule.roles)}
+    for work in works:
+        for role in cut.everywhere if isinstance(work, Exchange) else work.roles:
+            own[role].append(work)
+    regions = max(index for index, _ in (work.group for work in works))
+    builders = [_RoleBuilder(cut, own[role], flows, role, regions) for role in range(schedule.roles)]
     received = {message: time for builder in builders for message, time in builder.receives().items()}
     for sent in flows.values():
         sent.sort(key=received.__getitem__)
@@ -178,10 +183,15 @@ class _RoleBuilder:
     """
 
     def __init__(
-        self, cut: Assigned, works: Sequence[RoleWork | Exchange], flows: Mapping[str, Sequence[Message]], role: int
+        self,
+        cut: Assigned,
+        own: Sequence[RoleWork | Exchange],
+        flows: Mapping[str, Sequence[Message]],
+        role: int,
+        regions: int,
     ) -> None:
         self.cut, self.flows, self.role = cut, flows, role
-        self.groups, self.slots, self.starts, self.ends = self._groups(works)
+        self.groups, self.slots, self.starts, self.ends = self._groups(own, regions)
         self.needs = self._needs()
         self.ops: list[Op] = []
         self.sent: list[Message] = []
@@ -190,9 +200,9 @@ class _RoleBuilder:
         self.begun: set[str] = set()
         self.slot = ""
         self.final: dict[str, RoleWork] = {}
-        for work in cut.works:
-            if role in work.roles:
-                self.final |= {ref.name: work for ref in (work.op.reads if work.op.is_wait else work.op.writes)}
+        for work in (work for work in own if isinstance(work, RoleWork)):
+            for ref in work.op.reads if work.op.is_wait else work.op.writes:
+                self.final[ref.name] = work
 
     def receives(self) -> dict[Message, float]:
         """When it begins to receive each message of a region: at the end of a group, EARLY whole groups before the
@@ -230,18 +240,17 @@ class _RoleBuilder:
         return buffer.kind in PERSISTENT and (buffer.bucket is None or self._owns(buffer.bucket))
 
     def _groups(
-        self, works: Sequence[RoleWork | Exchange]
+        self, own: Sequence[RoleWork | Exchange], regions: int
     ) -> tuple[list[list[RoleWork | Exchange]], list[str], list[float], list[float]]:
         """(this role's work in order, the action of each group, when it begins, when it ends): what is outside of
         regions, and each region's in the order of the schedule."""
         by_group: dict[Group, list[RoleWork | Exchange]] = defaultdict(list)
-        for work in works:
-            here = isinstance(work, Exchange) or self.role in work.roles
-            by_group[work.group] += [work] if here else []
+        for work in own:
+            by_group[work.group].append(work)
         slots = self.cut.schedule.slots
         length = 1 + max(row[-1].stop for row in slots)
         groups, named, starts, ends = [by_group[0, None]], [""], [0.0], [0.0]
-        for index in range(1, 1 + max(index for index, _ in by_group)):
+        for index in range(1, 1 + regions):
             for slot in slots[self.role]:
                 groups.append(by_group[index, slot.action])
                 named.append(f"{slot.action} ")
