@@ -27,6 +27,7 @@ SLACK = 2  # a program that needs no more than this of the budget is lowered aga
 NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
 WORTH = 0.01  # of the fastest's seconds: what a candidate of a deep model is to save, to be lowered
 SHOWN = 160  # characters of a refusal
+Shape = tuple[tuple[str, int], ...]
 
 
 @dataclass
@@ -156,7 +157,8 @@ class Search:
 
 def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     """Lowers the default, and up to `most` others, the fastest by the sketch that may fit; while none fits, as many
-    again. What was lowered corrects the sketch of what was not. If there are no more than `most`, all are lowered.
+    again, but few of those that are said not to fit (`_smallest`). What was lowered corrects the sketch of what was
+    not. If there are no more than `most`, all are lowered.
     most: None for as many as programs of so many ops allow."""
     of, most = problem, most or max(LEAST, OPS // sketch.ops)
     own = default(of.spec, of.world_size)
@@ -171,10 +173,14 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
             done.row(each)
         return done
     a_mesh = max(A_MESH, most // max(len({one.mesh for one in done.estimates}), 1))
-    while (one := _next(done, a_mesh)) and (
-        len(done.rows) <= most or (not done.fitting and len(done.rows) <= 2 * most)
-    ):
-        done.row(one)
+    unlikely: Counter[Shape] = Counter()  # candidates that were tried although they are said not to fit
+    while len(done.rows) <= (most if done.fitting else 2 * most):
+        if one := _next(done, a_mesh):
+            done.row(one)
+        elif done.fitting or unlikely.total() == 2 * LEAST or not (one := _smallest(done, unlikely)):
+            break
+        else:
+            unlikely[_shape(done, one)] += not done.row(one).refused
     _refine(done, most)
     return done
 
@@ -219,17 +225,25 @@ def _reach(done: Search, one: Candidate) -> float:
     return NEAR if not is_deep(done.problem) or shallow_say(done.problem, one.ranks) else 1.0
 
 
-def _next(done: Search, a_mesh: int) -> Candidate | None:
-    """The fastest candidate that is left and may fit, of a mesh that few are of; else the smallest. None: none may fit
-    where something does."""
+def _left(done: Search) -> dict[Candidate, tuple[float, float]]:
+    """The candidates that were not tried, by what they are said to take. What does not suit a mesh, seldom does."""
     refused = {(row.candidate.mesh, row.candidate.sequence) for row in done.rows.values() if row.refused}
     untried = [one for one in done.estimates if one not in done.rows]
-    suits = [
-        one for one in untried if (one.mesh, one.sequence) not in refused
-    ]  # what does not suit a mesh, seldom does
-    untried = suits or untried
+    suits = [one for one in untried if (one.mesh, one.sequence) not in refused]
     taken = dict(zip(done.alike.place, done.alike.corrected([*done.rows.values()]).tolist(), strict=True))
-    left = {one: taken[one] for one in untried}
+    return {one: taken[one] for one in suits or untried}
+
+
+def _smallest(done: Search, tried: Counter[Shape]) -> Candidate | None:
+    """The smallest candidate that is left; once so many were tried, of each mesh in turn: the sketch may be wrong about
+    one."""
+    left, turns = _left(done), tried.total() >= LEAST
+    return min(left, key=lambda one: (turns and tried[_shape(done, one)], left[one][1]), default=None)
+
+
+def _next(done: Search, a_mesh: int) -> Candidate | None:
+    """The fastest candidate that is left and may fit, of a mesh that few are of; None if none may."""
+    left = _left(done)
     count = Counter(_shape(done, one) for one in done.rows)
     near = [one for one in left if left[one][1] <= _reach(done, one) * done.problem.budget]
     if not done.fitting:
@@ -244,12 +258,10 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
     unseen = [one for one in near if not count[_shape(done, one)]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there
-    if few:
-        return min(few, key=lambda one: left[one])
-    return None if done.fitting else min(left, key=lambda one: left[one][1], default=None)
+    return min(few, key=lambda one: left[one], default=None)
 
 
-def _shape(done: Search, one: Candidate) -> tuple[tuple[str, int], ...]:
+def _shape(done: Search, one: Candidate) -> Shape:
     """The mesh. Of a deep pipeline, which takes long to lower, without how its data axis is split: the sketch says what
     that saves."""
     if one.ranks.roles == 1 or not is_deep(done.problem):
