@@ -10,7 +10,6 @@ How the row's software differs from fzero's is a `Stack`, by its family and devi
 from __future__ import annotations
 
 import csv
-import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,13 +19,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 import fzero
-from fzero.cost.node_work import CallWork, work_of, works
-from fzero.ir import fx_nodes, fx_values
+from fzero.cost.loops import fused_works
+from fzero.cost.node_work import CallWork, works
 from fzero.ir.op import Op, StepPhase
-from fzero.ir.op_info import of
 
 TABLE = Path(__file__).parent / "data" / "published_steps.csv"
 
@@ -264,53 +262,11 @@ def _counted(shape: Shape, layers: int) -> Part:
                 continue
             products.update(work for work in calls if work.flops)
             moved[0] += sum(work.moved for work in calls if not work.flops)
-            fused = [run for run in _stretches(graph) if run]
-            moved[1] += sum(map(_fused_bytes, fused))
-            called += len(fused) + sum(bool(work.flops) for work in calls)
+            fused = fused_works(program.segments[op.segment])
+            moved[1] += sum(work.moved for work in fused if not work.flops)
+            called += len(fused)
     return Part(products, (moved[0], moved[1]), sent, updated, called)
 
 
 def _updates(op: Op) -> bool:
     return op.phase in (None, StepPhase.OUTER) or op.kind == "update"
-
-
-def _stretches(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """Runs of loops over elements with no product between them, and each other call that is no product by itself."""
-    run: list[fx.Node] = []
-    for node in graph.nodes:
-        if not fx_nodes.is_compute(node) or fx_nodes.is_view(node):
-            continue
-        source = fx_nodes.operand(node) if node.target is operator.getitem else node
-        if fx_nodes.is_compute(source) and of(source.target).fusion:
-            run.append(node)
-        elif node.target is not operator.getitem:
-            yield run
-            run = []
-            if not work_of(node).flops:
-                yield [node]
-    yield run
-
-
-def _fused_bytes(run: list[fx.Node]) -> int:
-    """What a kernel for a whole run reads and writes: what comes from outside, and what is used there."""
-    inside, read, nbytes = set(run), set(), 0
-    for node in run:
-        for given in node.all_input_nodes:
-            source = given
-            while source not in inside and fx_nodes.is_view(source):
-                source = fx_nodes.operand(source)
-            if source not in inside and source not in read:
-                read.add(source)
-                nbytes += _size(given)
-        if not (len(run) > 1 and isinstance(node.meta.get("val"), tuple)) and _leaves(node, inside):
-            nbytes += _size(node)
-    return nbytes
-
-
-def _size(node: fx.Node) -> int:
-    return sum(x.numel() * x.element_size() for x in fx_values.tensors(node.meta.get("val")))
-
-
-def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
-    outside = [user for user in node.users if user not in inside]
-    return any(not fx_nodes.is_view(user) or _leaves(user, inside) for user in outside)

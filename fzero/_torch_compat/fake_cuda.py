@@ -51,14 +51,20 @@ def fake_cuda_library(folder: Path) -> Path:
 
 @functools.cache
 def prepare_fake_cuda() -> torch.library.Library:
-    """Gives this process, which was started with the library, the guard of a torch without a device, and its
-    `F.scaled_dot_product_attention` on CUDA the op that torch takes on an H100. A torch without CUDA would take its
-    plain products (sdp_utils.cpp: 2.11.0, 2.13.0)."""
+    """Gives this process, which was started with the library, the guard of a torch without a device, and on CUDA the
+    ops that torch takes on an H100: a torch without CUDA takes attention (sdp_utils.cpp: 2.11.0, 2.13.0) and
+    `F.rms_norm` apart, into products and loops."""
     getattr(ctypes.CDLL(None), FAKE_CUDA)()
     library = torch.library.Library("aten", "IMPL")
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("scaled_dot_product_attention", _attention, key)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
+        library.impl("_fused_rms_norm", _never_run, "CUDA")  # an op that a device has is not taken apart
     return library
+
+
+def _never_run(*_: Any) -> Any:
+    raise NotImplementedError("there is no device here")
 
 
 def _attention(

@@ -54,7 +54,7 @@ def check_lowered(name: str, lowered: Any) -> None:
 
 def checked_rates(lowered: Lowered, rates: Rates | Hardware | str | Path) -> Rates:
     """The rates for a step. Raises SpecError for a lane of a disk, or a kind of transfer, that has none."""
-    rates = rates_over(rates, lowered.plan.mesh)
+    rates = rates_over(rates, lowered.plan.mesh, lowered.asked.compile)
     moved = [name for program in lowered.programs.values() for name in lane_bytes(program).items()]
     for name, nbytes in moved:
         if DISK not in name or name in rates.lanes:

@@ -18,6 +18,7 @@ from enum import Enum
 
 from torch import fx
 
+from fzero.cost.loops import fused_works
 from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import SEND, Rates
 from fzero.ir.mesh import parts_of
@@ -164,4 +165,4 @@ class _Prices:
 
 def _compute(gm: fx.GraphModule, rates: Rates) -> float:
     """The seconds that a segment takes."""
-    return sum(seconds(work, rates) for work in works(gm.graph))
+    return sum(seconds(work, rates) for work in (fused_works(gm) if rates.fuses else works(gm.graph)))

@@ -70,6 +70,7 @@ class Rates:
     lane_hidden: the part of a move that passes beside compute, 0 to 1.
     host_bytes: bytes a second that updates on the host read and write beside the device; 0 where the rank itself does
     them, as on a CPU world.
+    fuses: whether loops over elements run fused, as `Spec(compile=)` has them (`fzero.cost.loops`).
     """
 
     latency: Mapping[str, float]
@@ -89,6 +90,7 @@ class Rates:
     overhead: float = 0.0
     tensor_cores: TensorCores | None = None
     coding: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    fuses: bool = False
 
     def link(self, rate: str, axis: str = "") -> Link | None:
         """The figures of a measured kind over an axis; None where there are none. Of several axes taken together: those

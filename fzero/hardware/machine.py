@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fzero import backend
 from fzero.cost.rates import SEND, Link, Rates
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
@@ -87,7 +88,7 @@ class Drive:
 class Hardware:
     """A machine. type: of its devices, as torch names it ("cuda", "cpu"); "" where nothing is said. levels: the
     innermost first, each larger than the one before. sources: where figures are from, by their name as in
-    "device.flops".
+    "device.flops". compile: `Spec(compile=)` of what runs there, which no file says; None: the default of the type.
 
     >>> machine = Hardware(
     ...     name="two cards",
@@ -105,6 +106,7 @@ class Hardware:
     disk: Drive | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     type: str = ""
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         """Raises SpecError for a type and for figures that no machine has."""
@@ -203,4 +205,5 @@ class Hardware:
             small_side=device.small_side,
             attention=device.attention * max(device.flops.get(low, 0.0), device.flops["fp32"]),
             launch=device.launch_us * 1e-6,
+            fuses=(self.compile or backend.of(self.type or "cpu").compiles) != "none",
         )

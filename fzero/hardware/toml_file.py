@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,9 @@ def load(machine: str | Path | Hardware) -> Hardware:
         raise SpecError(f"hardware file {path}: it is no TOML: {error}") from error
 
 
-def rates_over(machine: Rates | Hardware | str | Path, mesh: Mesh) -> Rates:
-    """The rates of a machine, given as `load` takes it, over a mesh; rates as they are."""
-    return machine if isinstance(machine, Rates) else load(machine).rates(mesh)
+def rates_over(machine: Rates | Hardware | str | Path, mesh: Mesh, compile: str | None = None) -> Rates:
+    """The rates of a machine, given as `load` takes it, over a mesh; rates as they are. compile: as in `Hardware`."""
+    return machine if isinstance(machine, Rates) else replace(load(machine), compile=compile).rates(mesh)
 
 
 def _parsed(where: str, given: Mapping[str, Any]) -> Hardware:

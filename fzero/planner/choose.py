@@ -14,6 +14,7 @@ from typing import Any
 from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.collector import collector_paused
 from fzero.compile.lowered import Lowered
+from fzero.compile.traced_device import traced_device
 from fzero.errors import FzeroError, SpecError
 from fzero.hardware import Hardware
 from fzero.ir.decisions import CHOSEN, Choice, RunnerUp
@@ -32,6 +33,7 @@ from fzero.planner.tensor_rules import tensor_rules
 from fzero.spec import Spec, check_spec
 
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
+OTHER_OPS = "; the ops are the processor's: `fzero fake-cuda SCRIPT` plans with the device's"
 
 
 @short_tracebacks
@@ -84,7 +86,8 @@ def plan(
         problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
         found = answered(problem, most, partial(_planned, problem, most))
         if problem.spec.device != one.device:
-            device = Choice(problem.spec.device, f"the type of {problem.hardware.name}", CHOSEN)
+            ops = OTHER_OPS if traced_device(problem.spec.device)[1] else ""
+            device = Choice(problem.spec.device, f"the type of {problem.hardware.name}{ops}", CHOSEN)
             found = replace(found, choices={**found.choices, "device": device})
         return found if one.phases is None else _in_phase(found, one, phase or one.phases.first)
 

@@ -57,8 +57,8 @@ class Problem:
 
     @property
     def machine(self) -> Hardware:
-        """The hardware as so many ranks find it."""
-        return self.hardware.for_ranks(self.world_size)
+        """The hardware as so many ranks, and what runs there, find it."""
+        return replace(self.hardware.for_ranks(self.world_size), compile=self.spec.compile)
 
 
 def problem_of(
