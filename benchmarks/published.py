@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
-from fzero.cost.loops import fused_works
+from fzero.cost.fused_loops import fused_works
 from fzero.cost.node_work import CallWork, works
 from fzero.ir.op import Op, StepPhase
 

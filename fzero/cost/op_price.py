@@ -18,7 +18,7 @@ from enum import Enum
 
 from torch import fx
 
-from fzero.cost.loops import fused_works
+from fzero.cost.fused_loops import fused_works
 from fzero.cost.node_work import seconds, works
 from fzero.cost.rates import SEND, Rates
 from fzero.ir.mesh import parts_of

@@ -70,7 +70,7 @@ class Rates:
     lane_hidden: the part of a move that passes beside compute, 0 to 1.
     host_bytes: bytes a second that updates on the host read and write beside the device; 0 where the rank itself does
     them, as on a CPU world.
-    fuses: whether loops over elements run fused, as `Spec(compile=)` has them (`fzero.cost.loops`).
+    fuses: whether loops over elements run fused, as `Spec(compile=)` has them (`fzero.cost.fused_loops`).
     """
 
     latency: Mapping[str, float]

@@ -1,4 +1,4 @@
-"""loops: the work of a segment whose loops over elements run fused, as `Spec(compile=)` has them.
+"""fused_loops: the work of a segment whose loops over elements run fused, as `Spec(compile=)` has them.
 
 A run of loops between two other calls is one kernel. It reads what comes from outside, and writes what is read outside.
 That is roughly what a device runs: its own clusters (`fzero.codegen.fusion`) are of a program that is lowered there,
@@ -20,9 +20,9 @@ from fzero.ir.op_info import of
 def fused_works(gm: fx.GraphModule) -> Sequence[CallWork]:
     """What each call of a segment does, with its loops fused. It is computed once (`segments.notes`)."""
     notes = segments.notes(gm)
-    if "loops" not in notes:
-        notes["loops"] = [work_of(run[0]) if len(run) == 1 else _kernel(run) for run in _runs(gm.graph)]
-    found: Sequence[CallWork] = notes["loops"]
+    if "fused_loops" not in notes:
+        notes["fused_loops"] = [work_of(run[0]) if len(run) == 1 else _kernel(run) for run in _runs(gm.graph)]
+    found: Sequence[CallWork] = notes["fused_loops"]
     return found
 
 
