@@ -237,7 +237,8 @@ class Hardware:
         if self.host is not None:
             lanes |= {"host→device": self.host.to_device_bytes, "device→host": self.host.from_device_bytes}
         if self.disk is not None:
-            lanes |= {"disk→host": self.disk.read_bytes, "host→disk": self.disk.write_bytes}
+            for space in ("host", "device"):  # of a CPU's rank the two are one memory
+                lanes |= {f"disk→{space}": self.disk.read_bytes, f"{space}→disk": self.disk.write_bytes}
         low = "bf16" if "bf16" in device.flops else "fp16"
         return Rates(
             latency={},
