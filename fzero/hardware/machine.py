@@ -248,7 +248,7 @@ class Hardware:
             flops={2: device.reached(low), 4: device.reached("fp32")},
             memory_bytes=device.memory_bytes * device.memory_efficiency,
             lanes=lanes,
-            host_bytes=self.host.adam_bytes if self.host is not None else 0.0,
+            host_bytes=self.host.adam_bytes if self.host is not None and self.type != "cpu" else 0.0,
             axes=axes,
             small_side=device.small_side,
             attention=device.attention * max(device.flops.get(low, 0.0), device.flops["fp32"]),

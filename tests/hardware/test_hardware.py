@@ -207,6 +207,13 @@ def test_attention_is_a_part_of_the_faster_dtype(low: float) -> None:
     assert Hardware(name="one", device=device).rates(Mesh((("dp", 1),))).attention == 0.25 * max(low, 1e11)
 
 
+def test_updates_beside_a_processor_are_its_own_work() -> None:
+    """A rank of a CPU has no other cores that update while it computes."""
+    mesh = Mesh((("dp", 2),))
+    assert H100.rates(mesh).host_bytes > 0
+    assert replace(H100, type="cpu").rates(mesh).host_bytes == 0
+
+
 def test_a_file_says_what_its_devices_are(tmp_path: Path) -> None:
     machine = hardware.load("rtx4090")
     assert machine.type == "cuda"

@@ -268,6 +268,18 @@ def test_what_is_refused(change: dict[str, Any], said: str) -> None:
         planned(**change)
 
 
+@pytest.mark.parametrize(
+    ("pinned", "said"),
+    [
+        ({"microbatches": 5}, "dim 0 must be divisible by microbatches=5: give 5 rows"),
+        ({"offload": {"opt_state/**": "cpu"}, "host_bytes": 7}, r"The least that works is host_bytes=[\d,_]+"),
+    ],
+)
+def test_where_no_candidate_has_a_program_the_first_says_why_in_full(pinned: dict[str, Any], said: str) -> None:
+    with pytest.raises(NothingFitsError, match=rf"(?s)^no candidate for 4 ranks could be lowered.*{said}"):
+        planned(given(mesh={"dp": 4}, zero=0, **pinned), most=1)
+
+
 def test_a_batch_without_one_number_of_rows_is_refused() -> None:
     batch = {"x": torch.empty(4, 8), "y": torch.empty(2)}
     with pytest.raises(SpecError, match="have \\[2, 4\\] rows along dim 0: needed the global batch"):
