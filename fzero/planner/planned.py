@@ -60,7 +60,8 @@ class Planned:
 
     spec: concrete, to give to `fzero.init`. seconds: of a step, predicted. peak: planned bytes of the device of the
     fullest rank. choices: of each field that was open. table: all candidates that were lowered, the fastest first.
-    machine: the hardware as so many ranks find it (`Hardware.for_ranks`). memory: the budget in bytes. programs: makes `lowered`.
+    machine: the hardware as so many ranks find it (`Hardware.for_ranks`). memory: the budget in bytes. programs: makes
+    `lowered`.
     """
 
     spec: Spec
