@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from fzero import backend
 from fzero.cost.rates import SEND, Link, Rates
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
@@ -240,6 +241,7 @@ class Hardware:
             for space in ("host", "device"):  # of a CPU's rank the two are one memory
                 lanes |= {f"disk→{space}": self.disk.read_bytes, f"{space}→disk": self.disk.write_bytes}
         low = "bf16" if "bf16" in device.flops else "fp16"
+        beside = not self.type or backend.of(self.type).on_streams  # a processor's rank updates itself
         return Rates(
             latency={},
             wire_bytes={},
@@ -248,7 +250,7 @@ class Hardware:
             flops={2: device.reached(low), 4: device.reached("fp32")},
             memory_bytes=device.memory_bytes * device.memory_efficiency,
             lanes=lanes,
-            host_bytes=self.host.adam_bytes if self.host is not None and self.type != "cpu" else 0.0,
+            host_bytes=self.host.adam_bytes if self.host is not None and beside else 0.0,
             axes=axes,
             small_side=device.small_side,
             attention=device.attention * max(device.flops.get(low, 0.0), device.flops["fp32"]),
