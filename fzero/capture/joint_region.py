@@ -131,7 +131,7 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
         if cut and (leaf.shape[0] % num or not leaf.shape[0]):
             raise CaptureError(
                 f"{_argument(path, prefix)} is {describe(leaf)}: dim 0 must be divisible by microbatches={num}"
-                f"{f'. {-(-leaf.shape[0] // num) * num} rows are' if leaf.shape[0] else ', and not 0'}"
+                f"{f': give {-(-leaf.shape[0] // num) * num} rows' if leaf.shape[0] else ', and not 0'}"
             )
 
 

@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from fzero import backend
 from fzero.cost.rates import SEND, Link, Rates
 from fzero.errors import SpecError
 from fzero.ir.mesh import Mesh
+from fzero.tree import suggest
 
 GIB = 1 << 30
 TYPES = ("cpu", "cuda")
+TABLES = ("flops", "efficiency")  # of a device: figures by dtype
+DTYPES = ("bf16", "fp16", "fp32", "fp8")
+POSITIVE = (
+    "memory_gib", "memory_bytes", "bytes", "flops", "read_bytes", "write_bytes", "to_device_bytes", "from_device_bytes",
+    "adam_bytes",
+)  # fmt: skip
 SLOWER = 1.09  # compute beside a transfer, where a level says nothing else
+
+
+def _needed(name: str, value: Any) -> str:
+    """What a figure of that name has to be; "" for one that is.
+
+    >>> _needed("headroom", 0.1), _needed("headroom", 3), _needed("tax", 0.5)
+    ('', 'a part of 1, and not all of it', '1 or more')
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    if name == "size":
+        return "" if number and isinstance(value, int) and value else "a positive int"
+    if name == "headroom":
+        return "" if number and value < 1 else "a part of 1, and not all of it"
+    if name == "attention":
+        return "" if number and value <= 1 else "a part of 1"
+    if name in ("efficiency", "memory_efficiency"):
+        return "" if number and 0 < value <= 1 else "a part of 1, more than 0"
+    if name == "tax":
+        return "" if number and value >= 1 else "1 or more"
+    if name in POSITIVE:
+        return "" if number and value else "a number, more than 0"
+    return "" if number else "a number, 0 or more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +94,16 @@ class NetworkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The memory beside one device: its share of a node's, the bytes a second each way, and of an update there.
+    """The memory beside one device: its share of a node's, the bytes a second each way, and of an update there. A
+    machine of which these are not known has no host, and nothing is offloaded to it unless that is pinned.
 
     A plan for fewer ranks than a node has devices shares the node's memory among these (`Hardware.for_ranks`).
     """
 
     memory_gib: float
-    to_device_bytes: float = 0.0
-    from_device_bytes: float = 0.0
-    adam_bytes: float = 0.0
+    to_device_bytes: float
+    from_device_bytes: float
+    adam_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +143,9 @@ class Hardware:
         """Raises SpecError for a type and for figures that no machine has."""
         if self.type not in ("", *TYPES):
             raise SpecError(f"hardware {self.name!r}: type = {self.type!r}: needed one of {', '.join(TYPES)}")
+        parts = {"device": self.device, "host": self.host, "disk": self.disk}
+        for part, record in [*parts.items(), *((f"level.{level.name}", level) for level in self.levels)]:
+            self._check_figures(part, record)
         if "fp32" not in self.device.flops:
             raise SpecError(
                 f"hardware {self.name!r}: device.flops has no fp32, by which dtypes that it lacks are reckoned: "
@@ -125,6 +159,21 @@ class Hardware:
                     f"the {inner} of the level within it. List the innermost level first"
                 )
             inner = level.size
+        if self.budget < 1:
+            raise SpecError(
+                f"hardware {self.name!r}: reserved_gib = {self.device.reserved_gib:g} and headroom = "
+                f"{self.device.headroom:g} leave nothing of memory_gib = {self.device.memory_gib:g}"
+            )
+
+    def _check_figures(self, part: str, record: Device | NetworkLevel | Host | Drive | None) -> None:
+        for name in [f.name for f in fields(record) if f.name != "name"] if record is not None else []:
+            value = getattr(record, name)
+            for key, figure in value.items() if record is self.device and name in TABLES else [("", value)]:
+                place = f"hardware {self.name!r}: {part}.{name}" + (f".{key}" if key else "")
+                if key and key not in DTYPES:
+                    raise SpecError(f"{place}: no such dtype.{suggest(key, DTYPES)} Known are {', '.join(DTYPES)}")
+                if needed := _needed(name, figure):
+                    raise SpecError(f"{place} = {figure!r}: needed {needed}")
 
     @property
     def budget(self) -> int:
@@ -187,11 +236,13 @@ class Hardware:
                 axes[name] = {"all_gather": ring, "reduce_scatter": ring, "all_to_all": ring, SEND: ring.message()}
                 tax = max(level.tax for level in self.levels)
         lanes: dict[str, float] = {}
-        if self.host is not None and self.host.to_device_bytes:
+        if self.host is not None:
             lanes |= {"host→device": self.host.to_device_bytes, "device→host": self.host.from_device_bytes}
         if self.disk is not None:
-            lanes |= {"disk→host": self.disk.read_bytes, "host→disk": self.disk.write_bytes}
+            for space in ("host", "device"):  # of a CPU's rank the two are one memory
+                lanes |= {f"disk→{space}": self.disk.read_bytes, f"{space}→disk": self.disk.write_bytes}
         low = "bf16" if "bf16" in device.flops else "fp16"
+        beside = not self.type or backend.of(self.type).on_streams  # a processor's rank updates itself
         return Rates(
             latency={},
             wire_bytes={},
@@ -200,7 +251,7 @@ class Hardware:
             flops={2: device.reached(low), 4: device.reached("fp32")},
             memory_bytes=device.memory_bytes * device.memory_efficiency,
             lanes=lanes,
-            host_bytes=self.host.adam_bytes if self.host is not None else 0.0,
+            host_bytes=self.host.adam_bytes if self.host is not None and beside else 0.0,
             axes=axes,
             small_side=device.small_side,
             attention=device.attention * max(device.flops.get(low, 0.0), device.flops["fp32"]),

@@ -47,7 +47,7 @@ def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFits
     whole = [row for row in found.rows.values() if not row.refused]
     if not whole:
         first = next(iter(found.rows.values()))
-        return NothingFitsError(f"{head}: no candidate could be lowered. The first said: {first.refused}", None)
+        return NothingFitsError(f"no candidate for {ranks} could be lowered. The first said: {first.refused}", None)
     nearest = sorted(whole, key=lambda row: (_over(row, problem), row.peak))[:TRIED]
     least = min((found.tightest(row.candidate) for row in nearest), key=lambda row: (_over(row, problem), row.peak))
     beside = f" and {size(least.host)} of the host" if least.host > machine.host_budget else ""

@@ -13,6 +13,8 @@ from fzero.ir.decisions import Choice
 from fzero.planner.candidates import Candidate
 from fzero.spec import Spec
 
+SHOWN = 160  # characters of a refusal
+
 
 def size(nbytes: int) -> str:
     """
@@ -48,7 +50,7 @@ class Row:
         """Its line of the table."""
         state = "fits" if self.fits(memory, host) else "refused" if self.refused else "too large"
         figures = f"{self.seconds:10.4g} s {size(self.peak):>11}" if not self.refused else f"{'-':>12} {'-':>11}"
-        note = self.refused or ("probed" if self.probed else "")
+        note = self.refused.partition("\n")[0][:SHOWN] or ("probed" if self.probed else "")
         return f"{state:9} {figures}  {self.candidate}" + (f"  ({note})" if note else "")
 
 
@@ -58,7 +60,8 @@ class Planned:
 
     spec: concrete, to give to `fzero.init`. seconds: of a step, predicted. peak: planned bytes of the device of the
     fullest rank. choices: of each field that was open. table: all candidates that were lowered, the fastest first.
-    memory: the budget in bytes. programs: makes `lowered`.
+    machine: the hardware as so many ranks find it (`Hardware.for_ranks`). memory: the budget in bytes. programs: makes
+    `lowered`.
     """
 
     spec: Spec

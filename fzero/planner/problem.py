@@ -65,7 +65,8 @@ def problem_of(
     spec: Spec, params_like: Any, batch_like: Any, world_size: int, hardware: str | Hardware, memory: int | None
 ) -> Problem:
     """The arguments of `fzero.plan`, checked. Raises SpecError."""
-    given, machine = spec.given - ({"mesh"} if spec.mesh == AUTO else set()), load(hardware)
+    left_open = {"mesh": spec.mesh == AUTO, "reduce": spec.reduce is None}
+    given, machine = spec.given - {name for name, is_open in left_open.items() if is_open}, load(hardware)
     spec = by_flags(spec, params_like)
     if spec.device is None and machine.type:
         spec = replace(spec, device=machine.type)  # what it runs on decides what it sends, and when it waits
@@ -78,6 +79,11 @@ def problem_of(
         raise SpecError(
             f"fzero.plan(world_size={world_size}): hardware {machine.name!r} joins {machine.devices} devices: add a "
             "[[level]] to its file, or plan for fewer"
+        )
+    if machine.disk is None and "nvme" in spec.memory.offload_rules.values():
+        raise SpecError(
+            f"fzero.plan: offload={spec.offload!r} needs a disk, and hardware {machine.name!r} has none: add [disk] to "
+            "its file, with read_bytes and write_bytes, as `fzero doctor --hardware` measures them"
         )
     batch_of, rows = by_rows(tree.plain(batch_like))
     if not rows:

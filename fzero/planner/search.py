@@ -26,7 +26,6 @@ A_MESH = 3  # candidates of one mesh that are lowered, at least
 SLACK = 2  # a program that needs no more than this of the budget is lowered again, under the budget
 NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
 WORTH = 0.01  # of the fastest's seconds: what a candidate of a deep model is to save, to be lowered
-SHOWN = 160  # characters of a refusal
 Shape = tuple[tuple[str, int], ...]
 
 
@@ -113,7 +112,7 @@ class Search:
             if presses and self.problem.budget < row.peak <= self.problem.budget * SLACK:
                 row = self._lowered(one, self.problem.budget)
         except FzeroError as error:
-            row = row or Row(one, math.inf, 0, 0, str(error).partition("\n")[0][:SHOWN])
+            row = row or Row(one, math.inf, 0, 0, str(error))
         return row
 
     def tightest(self, one: Candidate) -> Row:

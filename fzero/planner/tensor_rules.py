@@ -56,17 +56,18 @@ def tensor_rules(problem: Problem) -> TensorRules:
     if spec.shard or problem.given & {"shard", "mesh"}:
         return NO_RULES
     node = machine.levels[0].size if machine.levels else 1
-    width = next((n for n in range(min(node, problem.world_size), 1, -1) if problem.world_size % n == 0), 1)
-    if width == 1 or spec.loss is None or callable(problem.params_like):
+    widths = [n for n in range(min(node, problem.world_size), 1, -1) if problem.world_size % n == 0]
+    if not widths or spec.loss is None or callable(problem.params_like):
         return NO_RULES
     leaves = [x for x in tree.flatten(problem.params_like)[1] if isinstance(x, torch.Tensor)]
     if STATE * sum(x.numel() for x in leaves) <= problem.budget and problem.rows >= problem.world_size:
         return NO_RULES
-    rows, depth = max(1, problem.rows * width // problem.world_size), problem.equal.depth if problem.equal else 1
+    rows, depth = max(1, problem.rows * widths[0] // problem.world_size), problem.equal.depth if problem.equal else 1
     try:
         forward = forward_of(problem, rows)
     except FzeroError:
         return NO_RULES
+    width = max(widths, key=lambda n: len(forward.proposed(n)))  # the widest of those by which most leaves are divided
     proposed = forward.proposed(width)
     rules = forward.searched(proposed, width, machine)
     if not rules:

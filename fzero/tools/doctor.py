@@ -18,6 +18,7 @@ from pathlib import Path
 
 from fzero import progress
 from fzero.comm import selftest
+from fzero.errors import SpecError
 from fzero.hardware import to_toml
 from fzero.tools import machine_probes, speed_probes
 from fzero.tools.finding import MB, Finding, healthy, line
@@ -79,6 +80,8 @@ def command(arguments: argparse.Namespace) -> int:
     """Prints the findings. Returns exit status 0 if all that fzero needs works, else 1. With `--mesh` ranks of
     torchrun other than 0 take part in the measurement and print nothing."""
     if arguments.hardware is not None:
+        if not arguments.hardware.absolute().parent.is_dir():
+            raise SpecError(f"--hardware {arguments.hardware}: there is no folder {arguments.hardware.parent}")
         text = to_toml(measured_machine(arguments.dir.resolve(), max(arguments.disk_mb, 1) * MB))
         arguments.hardware.write_text(text, encoding="utf-8")
         print(text, end="")

@@ -134,6 +134,15 @@ LEVEL = GOOD + "[[level]]\nname = 'x'\nsize = 2\nbytes = 1\n"
         (GOOD.replace("fp32", "bf16"), "device.flops has no fp32"),
         (GOOD + "from = { flopz = 'x' }\n", "\\[device.from\\] has no key 'flopz'. Did you mean 'flops'?"),
         ("device = 3", "\\[device\\] is 3: needed a table"),
+        (GOOD + "headroom = 1\n", "device.headroom = 1: needed a part of 1, and not all of it"),
+        (GOOD + "reserved_gib = 9\n", "reserved_gib = 9 and headroom = 0 leave nothing of memory_gib = 8"),
+        (GOOD + "memory_efficiency = 0\n", "device.memory_efficiency = 0: needed a part of 1, more than 0"),
+        (GOOD + "efficiency = { fp32 = 0 }\n", "device.efficiency.fp32 = 0: needed a part of 1, more than 0"),
+        (GOOD.replace("{", "{ bfloat16 = 1e13,"), "device.flops.bfloat16: no such dtype. Did you mean .* fp32, fp8"),
+        (LEVEL + "tax = 0.5\n", "level.x.tax = 0.5: needed 1 or more"),
+        (LEVEL.replace("bytes = 1\n", "bytes = 0\n"), "level.x.bytes = 0: needed a number, more than 0"),
+        (GOOD + "[host]\nmemory_gib = 1\n", "\\[host\\] needs to_device_bytes"),
+        (GOOD + "[host]\nmemory_gib = 1\nto_device_bytes = 1e9\n", "\\[host\\] needs from_device_bytes"),
     ],
 )
 def test_a_file_that_is_no_machine_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -141,6 +150,19 @@ def test_a_file_that_is_no_machine_is_refused(text: str, said: str, tmp_path: Pa
     file.write_text(text, encoding="utf-8")
     with pytest.raises(SpecError, match=said):
         hardware.load(file)
+
+
+def test_figures_that_no_machine_has_are_refused_also_where_no_file_gives_them() -> None:
+    """Divided by, they are infinite or end a plan with ZeroDivisionError."""
+    with pytest.raises(SpecError, match=r"level.nvlink.efficiency = 0: needed a part of 1, more than 0"):
+        replace(H100, levels=(replace(H100.levels[0], efficiency=0), *H100.levels[1:]))
+    with pytest.raises(SpecError, match=r"device.flops.fp32 = 0: needed a number, more than 0"):
+        replace(H100, device=replace(H100.device, flops={"fp32": 0}))
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(GOOD, encoding="utf-8-sig")
+    assert hardware.load(tmp_path / "mine.toml").device.memory_gib == 8
 
 
 def test_a_folder_and_bytes_are_no_machine(tmp_path: Path) -> None:
@@ -183,6 +205,13 @@ def test_attention_is_a_part_of_the_faster_dtype(low: float) -> None:
     """A processor without 16-bit products is slow in bf16, and its attention in fp32 is not."""
     device = Device(memory_gib=1, memory_bytes=1e10, flops={"fp32": 1e11, "bf16": low}, attention=0.25)
     assert Hardware(name="one", device=device).rates(Mesh((("dp", 1),))).attention == 0.25 * max(low, 1e11)
+
+
+def test_updates_beside_a_processor_are_its_own_work() -> None:
+    """A rank of a CPU has no other cores that update while it computes."""
+    mesh = Mesh((("dp", 2),))
+    assert H100.rates(mesh).host_bytes > 0
+    assert replace(H100, type="cpu").rates(mesh).host_bytes == 0
 
 
 def test_a_file_says_what_its_devices_are(tmp_path: Path) -> None:

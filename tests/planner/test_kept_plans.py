@@ -18,6 +18,7 @@ import fzero
 from fzero import P, optim
 from fzero._torch_compat import FakeTensorMode
 from fzero.compile.kept_lowerings import NOTHING
+from fzero.hardware import Drive
 from fzero.ir import op_info
 from fzero.ir.packed import pack, unpack
 from fzero.planner import choose, kept_plans
@@ -177,8 +178,9 @@ def test_rows_of_a_kept_table_are_keys(searches: list[int]) -> None:
 
 
 def test_a_folder_of_a_path_is_one_of_text(searches: list[int]) -> None:
-    folders = [Path("/disk"), "/disk"]
-    first, again = (planned(spec(mesh={"dp": 2}, offload={"**": "nvme"}, nvme_path=folder)) for folder in folders)
+    machine = replace(TOY, disk=Drive(read_bytes=1e9, write_bytes=1e9))
+    asked = [spec(mesh={"dp": 2}, offload={"**": "nvme"}, nvme_path=folder) for folder in (Path("/disk"), "/disk")]
+    first, again = (planned(one, hardware=machine) for one in asked)
     assert len(searches) == 1
     assert [one.spec.nvme_path for one in (first, again)] == ["/disk", "/disk"]
 

@@ -1,4 +1,4 @@
-"""What a plan says of steps that were measured on a device (`benchmarks/results`), of which its presets know nothing."""
+"""What a plan says of steps that were measured on a device (`benchmarks/results`), of which presets know nothing."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def problem(size_name: str, machine: str, compile: str | None) -> Problem:
     ],
 )
 def test_a_recorded_step_is_foretold(record: str, size: str, row: str, machine: str, compile: str | None) -> None:
-    """The complaint: a plan priced each loop over elements by itself, which a device runs fused: it said 41 % too much of
-    a Llama."""
+    """The complaint: a plan priced each loop over elements by itself, which a device runs fused: it said 41 % too much
+    of a Llama."""
     recorded = json.loads((RESULTS / f"{record}.json").read_text())["sizes"][size]["rows"][row]
     of, mesh = problem(size, machine, compile), Mesh((("dp", 1),))
     found = takes(of, replace(of.spec, device_bytes=None), mesh, by_rates(of.machine, mesh, once=True))

@@ -19,6 +19,7 @@ from toy_hardware import TOY
 import fzero
 from fzero import cli, optim
 from fzero.errors import SpecError
+from fzero.hardware import Drive
 from fzero.ir.mesh import Mesh
 from fzero.plan.layout import BUCKET_BYTES
 from fzero.planner import NothingFitsError, candidates, choose, programs, search
@@ -267,6 +268,18 @@ def test_what_is_refused(change: dict[str, Any], said: str) -> None:
         planned(**change)
 
 
+@pytest.mark.parametrize(
+    ("pinned", "said"),
+    [
+        ({"microbatches": 5}, "dim 0 must be divisible by microbatches=5: give 5 rows"),
+        ({"offload": {"opt_state/**": "cpu"}, "host_bytes": 7}, r"The least that works is host_bytes=[\d,_]+"),
+    ],
+)
+def test_where_no_candidate_has_a_program_the_first_says_why_in_full(pinned: dict[str, Any], said: str) -> None:
+    with pytest.raises(NothingFitsError, match=rf"(?s)^no candidate for 4 ranks could be lowered.*{said}"):
+        planned(given(mesh={"dp": 4}, zero=0, **pinned), most=1)
+
+
 def test_a_batch_without_one_number_of_rows_is_refused() -> None:
     batch = {"x": torch.empty(4, 8), "y": torch.empty(2)}
     with pytest.raises(SpecError, match="have \\[2, 4\\] rows along dim 0: needed the global batch"):
@@ -391,6 +404,28 @@ def test_what_is_printed_has_the_budget_under_which_the_program_fits() -> None:
     assert ("device_bytes" in found.choices) == (found.spec.device_bytes is not None)
 
 
+def test_a_reduction_that_was_left_to_fzero_is_chosen_and_printed() -> None:
+    spec = given(mesh={"dp": 4}, zero=3, microbatches=2, remat="none", offload=None, reduce=None)
+    found = planned(spec)
+    pasted = eval(found.python(), {"dataclasses": dataclasses, "spec": spec})
+    assert pasted.reduce == found.spec.reduce is not None
+    assert fzero.lower(pasted, layers(3, 64), torch.empty(4, 64, device="meta")).digest == found.lowered.digest
+
+
+def on_disk() -> fzero.Spec:
+    pinned: dict[str, Any] = {"mesh": {"dp": 4}, "zero": 1, "microbatches": 1, "remat": "none"}
+    return given(offload={"optimizer": "nvme"}, nvme_path="/tmp", **pinned)
+
+
+def test_moves_to_the_disk_of_a_processor_take_their_time() -> None:
+    """Its rank's memory is the host's: nothing goes by way of it."""
+    machine = replace(TOY, type="cpu", disk=Drive(read_bytes=1e6, write_bytes=1e6))
+    found = planned(on_disk(), hardware=machine, most=1)
+    moved = 2 * 3 * 64 * 64 * 4 // 4  # two moments of a quarter of three layers
+    assert found.seconds > moved / 1e6
+    assert fzero.simulate(found.lowered, machine).written >= moved
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -399,6 +434,7 @@ def test_what_is_printed_has_the_budget_under_which_the_program_fits() -> None:
         ({"codecs": 3}, r"codecs=3\): needed names"),
         ({"memory": "1GB"}, r"memory='1GB'\): needed a positive int"),
         ({"rows": 0}, "its tensors have no rows"),
+        ({"spec": on_disk()}, r"needs a disk, and hardware 'toy' has none: add \[disk\] to its file, with read_bytes"),
     ],
 )
 def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:

@@ -56,6 +56,30 @@ def test_no_schedule_is_faster() -> None:
     assert fzero.lower(pasted, PARAMS, BATCH).digest == found.lowered.digest
 
 
+def test_a_pipeline_that_only_idles_too_long_is_tried_with_other_schedules() -> None:
+    """The data ranks win over 1F1B, and another schedule over both."""
+    least = spec(microbatches=2)
+    data = planned(spec(microbatches=2, mesh={"dp": 2}))
+    assert data.seconds < planned(spec(microbatches=2, pipeline="1f1b")).seconds
+    found = planned(spec(microbatches=2, mesh="auto"))
+    assert found.seconds == planned(least).seconds < data.seconds * 0.9
+    assert (dict(found.spec.mesh or {}), found.spec.pipeline) == (MESH, "zb-h1")
+
+
+def test_the_stage_is_the_best_under_the_schedule_that_was_chosen() -> None:
+    """1F1B is fastest at stage 1, and what is faster than it at stage 3."""
+    machine = dataclasses.replace(MACHINE, levels=(dataclasses.replace(MACHINE.levels[0], size=4),))
+    pinned: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}, "remat": "none", "offload": None, "microbatches": 4}
+
+    def of(**given: Any) -> fzero.Planned:
+        one = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3), **pinned, **given)
+        return fzero.plan(one, PARAMS, BATCH, world_size=4, hardware=machine)
+
+    found = of()
+    assert found.spec.zero == 3
+    assert found.seconds == of(zero=3).seconds < of(zero=1).seconds
+
+
 def test_a_schedule_that_was_given_where_the_mesh_is_open() -> None:
     found = fzero.plan(spec(mesh="auto", pipeline="zb-h1"), PARAMS, BATCH, world_size=2, hardware=MACHINE)
     assert found.spec.pipeline == ("zb-h1" if "pp" in found.spec.mesh else None)

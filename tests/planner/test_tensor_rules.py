@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
-from fzero import optim
+from fzero import hardware, optim
 from fzero.ir.mesh import Mesh
 from fzero.planner.candidates import Candidate, candidates
 from fzero.planner.deep import takes
@@ -64,6 +64,15 @@ def test_a_decoder_gets_the_rules_of_megatron() -> None:
         "blocks/*/up": fzero.P("tp"), "blocks/*/down": fzero.P(None, "tp"), "head": fzero.P(None, "tp"),
     }  # fmt: skip
     assert {name: dims for name, dims in found.items() if name != "words"} == wanted
+
+
+def test_nodes_of_six_whose_dims_are_no_multiples_of_three() -> None:
+    """Six ranks divide no leaf, and two divide all."""
+    machine = hardware.load("h100")
+    machine = replace(machine, levels=(replace(machine.levels[0], size=6),))
+    of = problem()
+    six = problem_of(of.spec, of.params_like, of.batch_of(18), 6, machine, ROOM)
+    assert tensor_rules(six).shard == tensor_rules(replace(six, world_size=2)).shard != {}
 
 
 def test_what_is_found_lowers_and_sends_as_much_as_it_says() -> None:

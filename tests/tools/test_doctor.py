@@ -18,7 +18,7 @@ from fzero.comm import selftest
 from fzero.comm.selftest import LoopbackError, TransportResult
 from fzero.disk import direct
 from fzero.ir.mesh import Mesh
-from fzero.tools import machine_probes, measured_machine, speed_probes
+from fzero.tools import doctor, machine_probes, measured_machine, speed_probes
 from fzero.tools.doctor import guarded
 from fzero.tools.finding import Finding, healthy, line
 
@@ -171,6 +171,14 @@ def test_ranks_that_cannot_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with pytest.raises(LoopbackError, match=r"did not end within 0\.01 s"):
         selftest.run(0.01)
+
+
+def test_a_folder_that_is_not_there_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "measured_machine", lambda *_: pytest.fail("it measures"))
+    assert cli.main(["doctor", "--hardware", str(tmp_path / "none" / "mine.toml")]) != 0
+    assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("measured_once")
