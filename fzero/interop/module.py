@@ -26,6 +26,7 @@ from fzero import tree
 from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.context import active
 from fzero.capture.provenance import describe
+from fzero.capture.reads.host_draws import apart
 from fzero.capture.refuse import Refused
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.interop import _hf_compat, closures, refused_modules
@@ -96,7 +97,7 @@ class Apply:
                 for name, value in buffers.items()
             }
         memo |= self._placed("buffers", self._module.named_buffers(), placed)
-        with unwatched():  # a part that is copied by pickle has no fake tensors in it
+        with unwatched(), apart():  # a part that is copied by pickle has no fake tensors in it
             module = closures.copied(self._module, self._bound, memo)[0]
         versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._others]

@@ -7,9 +7,11 @@ what is refused with what to do about it. Hugging Face's models are in test_hf.p
 import copy
 import logging
 import pickle
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -259,6 +261,30 @@ def test_a_part_that_is_copied_by_pickle_computes_with_what_apply_is_given() -> 
     )
     state = fzero.step(fzero.init(step[0], fzero.Spec(step=step[1])), x)
     assert not torch.equal(state.tree["params"]["0.norm.weight"].full(), params["0.norm.weight"])
+
+
+class Named(nn.Linear):
+    """A copy draws a name for the file of its code, as those of PyTorch Geometric's Sequential do."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.uid = random.randrange(16**6), np.random.rand()
+
+
+def test_what_the_copy_of_a_module_draws_is_no_draw_of_the_step() -> None:
+    params, buffers, apply = from_module(Named(4, 1))
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).square().mean(), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init(params, spec)
+    random.seed(3)
+    expected = random.Random(3).random()
+    fzero.step(state, data(6, 4))
+    assert random.random() == expected
+
+    def draws(p: Any, x: Tensor) -> Tensor:
+        return apply(p, buffers, x).mean() * random.random()
+
+    with pytest.raises(fzero.CaptureError, match="draws from the global generator of random"):
+        fzero.lower(fzero.Spec(loss=draws, optimizer=fzero.optim.sgd(0.1)), params, data(6, 4))
 
 
 def test_frozen_parameters_beside_statistics_stay_as_they_are() -> None:
