@@ -275,7 +275,7 @@ class Joint:
             f"{user_line()}: a backward() within the loss {defined_at(self.fn)}: it adds to the .grad of {path!r}. "
             "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss "
             "write torch.autograd.grad(y, x, create_graph=True), or backward(inputs=[x]) for a tensor of your own. "
-            "Reversible layers run one in their own backward: switch them off, and give Spec(remat='full')"
+            "Reversible layers run one in their own backward: take plain ones, and Spec(remat='full')"
         )
 
     def _check_used(self, grads: Sequence[Tensor | None]) -> None:
