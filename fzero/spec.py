@@ -30,6 +30,11 @@ from fzero.tree import suggest
 
 Group = TypeVar("Group")
 
+OPTIMIZER = (  # what is needed of one: another library's changes parameters in place
+    "one of fzero.optim, as adamw(3e-4), or your own GradientTransformation(init, update) of its formula "
+    "(docs/optimizers.md)"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
@@ -253,7 +258,7 @@ class Spec:
             raise SpecError(f"Spec needs {missing}=. Give loss= and optimizer=, or step=")
         needs(callable(self.loss), "loss", self.loss, "a function (params, batch) -> loss")
         for tx in each_of(self.optimizer):
-            needs(isinstance(tx, GradientTransformation), "optimizer", tx, "one of fzero.optim, as adamw(3e-4)")
+            needs(isinstance(tx, GradientTransformation), "optimizer", tx, OPTIMIZER)
         needs(self.params == DEFAULT_PARAMS, "params", self.params, "step=: with loss= the parameters are known")
         if any(tx.takes == "local" for tx in each_of(self.optimizer)):
             _check_local(self)

@@ -26,7 +26,7 @@ from fzero import tree
 from fzero.capture.ambient_rng import Keyed
 from fzero.capture.context import active
 from fzero.capture.leaves import check_leaf
-from fzero.capture.provenance import check_call, defined_at, describe, shown
+from fzero.capture.provenance import check_call, defined_at, describe, shown, user_line
 from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir.code_ops import coded
@@ -197,7 +197,9 @@ class Joint:
             codec, held = self.precision.coding(path, x).gather, x.detach()
             held = held if codec is None else coded(held, codec)
             x = held.to(self.precision.compute_dtype(path, x.dtype))
-            own.append(x.requires_grad_() if leaf else x)
+            if leaf:
+                x.requires_grad_().register_post_accumulate_grad_hook(functools.partial(self._no_backward, path))
+            own.append(x)
         full = [next(feed) if t else leaf for t, leaf in zip(self.is_tensor, self.arg_leaves, strict=True)]
         if self.precision.cast_batch:
             full = [self._cast(path, x) for path, x in zip(self.arg_paths, full, strict=True)]
@@ -266,6 +268,15 @@ class Joint:
             kinds.append("mean")
         self.marks.aux_kinds = tuple(kinds)
         return outs
+
+    def _no_backward(self, path: str, _: Tensor) -> None:
+        """A hook of the leaf: refuses a backward() that would add to its `.grad`, which the step does not read."""
+        raise CaptureError(
+            f"{user_line()}: a backward() within the loss {defined_at(self.fn)}: it adds to the .grad of {path!r}. "
+            "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss "
+            "write torch.autograd.grad(y, x, create_graph=True), or backward(inputs=[x]) for a tensor of your own. "
+            "Reversible layers run one in their own backward: take plain ones, and Spec(remat='full')"
+        )
 
     def _check_used(self, grads: Sequence[Tensor | None]) -> None:
         missing = [path for path, g in zip(self.paths, grads, strict=True) if g is None]

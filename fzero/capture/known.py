@@ -27,12 +27,20 @@ from fzero.capture.provenance import name_of
 from fzero.ir.messages import bytes_of
 from fzero.ir.op_info import of
 
+aten = torch.ops.aten
+
 MOST = 1 << 22  # elements of a value that is kept: a mask of 2,048 tokens
 SHAPED = 1 << 16  # elements of one that is made of a shape (`zeros_like`): an optimizer makes large ones
 MOST_BYTES = 4096  # of a closed-over tensor that is compared by its bytes
 IN_ALL = 1 << 30  # bytes that one trace computes
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MADE = re.compile("empty|resize|::set_")  # memory without values
+_OVERWRITES = {
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.copy_.default,
+}  # whatever was there before
 _Sources = frozenset[int]
 
 
@@ -110,6 +118,7 @@ class Known:
     closed: dict[int, torch.Tensor] = field(default_factory=dict)  # closed-over tensors, by id
     read: set[int] = field(default_factory=set)  # ids of those of which a value was asked for
     guarded: set[int] = field(default_factory=set)  # their storages, which no op may write to
+    blank: dict[int, torch.Tensor] = field(default_factory=dict)  # of `torch.empty`, by storage, until overwritten
     computed_bytes: int = 0  # of all values so far
 
     def follow(
@@ -118,6 +127,9 @@ class Known:
         """After an op: keeps the values of its results, or forgets those that it has written to.
 
         forward: it is none of the backward, whose first gradient (`ones_like` of the loss) may be scaled later."""
+        if "::empty" in func._schema.name or "::new_empty" in func._schema.name:
+            self._blanked(_tensors(result))
+            return
         real_args = self._real(func, args, kwargs, shaped=forward)
         written = self._written(func, args, kwargs) if func._schema.is_mutable else set()
         large = any(x.numel() > MOST for x in _tensors(result)) or self.computed_bytes > IN_ALL
@@ -129,6 +141,8 @@ class Known:
         except Exception:  # the op raises when the program runs, or now, where fake tensors refuse it too
             self._forget(written)
             return
+        if func in _OVERWRITES:
+            self._filled(written)
         for fake, value in zip(_tensors(result), real, strict=False):
             if is_fake(fake) and fake.shape == value.shape:
                 self.values[fake] = value, real_args[2]
@@ -136,7 +150,7 @@ class Known:
 
     def holds(self, tensor: Any) -> bool:
         """Whether the value of a tensor in the trace is known, so that it may be asked for."""
-        return isinstance(tensor, torch.Tensor) and tensor in self.values
+        return isinstance(tensor, torch.Tensor) and tensor in self.values and not self._is_blank(tensor)
 
     def value(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
         """(the result of an op that asks for values,), where all of them are known; else None."""
@@ -153,7 +167,7 @@ class Known:
             self.closed[id(tensor)] = tensor
             self.read.add(id(tensor))
             return None
-        if tensor not in self.values:
+        if not self.holds(tensor):
             return None
         value, sources = self.values[tensor]
         self.read |= sources
@@ -208,6 +222,8 @@ class Known:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 known = self._of(leaf)
+                if known is not None and self._is_blank(leaf) and not (func.is_view or self._overwritten(func, args)):
+                    known = None
                 if known is None and shaped and of(func).of_shape and leaf.numel() <= SHAPED:
                     with unwatched():
                         known = torch.empty((), dtype=leaf.dtype).expand(leaf.shape), frozenset()
@@ -232,6 +248,29 @@ class Known:
             self.closed[id(tensor)] = tensor
         return self.values[tensor]
 
+    def _blanked(self, made: Sequence[torch.Tensor]) -> None:
+        """Keeps memory beside tensors that have no values yet, so that a `fill_` of it makes them known."""
+        for fake in made:
+            if is_fake(fake) and fake.layout is torch.strided and 0 < fake.numel() <= SHAPED:
+                with unwatched():
+                    value = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
+                self.values[fake] = value, frozenset()
+                self.blank[_storage(value)] = value
+
+    def _filled(self, written: set[int]) -> None:
+        for storage in written:
+            self.blank.pop(storage, None)
+
+    def _is_blank(self, tensor: torch.Tensor) -> bool:
+        return bool(self.blank) and tensor in self.values and _storage(self.values[tensor][0]) in self.blank
+
+    def _overwritten(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether an op writes to all of its first operand's storage, and only that one is blank."""
+        if func not in _OVERWRITES or any(self._is_blank(x) for x in _tensors(args[1:])):
+            return False
+        value = self.values[args[0]][0]
+        return bool(value.nbytes == value.untyped_storage().nbytes())
+
     def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
         """The storages of known values that an op writes to, by their addresses."""
         named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
@@ -243,6 +282,7 @@ class Known:
         for fake, (value, _) in list(self.values.items()) if written else ():
             if _storage(value) in written:
                 del self.values[fake]
+        self._filled(written)
 
 
 def _memory(tensor: torch.Tensor) -> bytes:

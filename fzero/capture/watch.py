@@ -189,6 +189,7 @@ def _is_drawn(args: tuple[Any, ...]) -> bool:
             continue
         if node.op == "placeholder":
             return False
+        drawn |= torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())  # without a key
         schema = getattr(node.target, "_schema", None)
         if schema is not None and [x.name for x in schema.arguments[:1]] == ["key"]:  # of `fzero.random`
             drawn = True

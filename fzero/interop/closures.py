@@ -55,6 +55,7 @@ class _Memo(dict[int, Any]):
     def __init__(self, memo: dict[int, Any], refs: Iterable[weakref.ref[Any]]) -> None:
         super().__init__(memo)
         self.refs = {id(ref): ref for ref in refs}
+        self.strays: dict[int, Any] = {}  # tensors that a part's own way of copying made, by id: they were replaced
 
     def get(self, key: int, default: Any = None) -> Any:
         if key not in self and (ref := self.refs.get(key)) is not None:
@@ -64,7 +65,7 @@ class _Memo(dict[int, Any]):
 
 def copied(
     module: nn.Module, bound: Sequence[Bound], memo: dict[int, Any]
-) -> tuple[nn.Module, tuple[Bound, ...], dict[int, Any]]:
+) -> tuple[nn.Module, tuple[Bound, ...], _Memo]:
     """(`copy.deepcopy(module, memo)`, the `bound` functions and references made anew over the copy, the full memo)."""
     fns = [value for value in bound if isinstance(value, types.FunctionType)]
     full_memo = _Memo(memo, (value for value in bound if isinstance(value, weakref.ref)))
@@ -76,6 +77,7 @@ def copied(
         )
     with _memo_is_asked():
         result = copy.deepcopy(module, full_memo)
+        _replace_strays(module, result, full_memo)
         for fn in fns:
             new = full_memo[id(fn)]
             new.__defaults__, new.__kwdefaults__ = copy.deepcopy((fn.__defaults__, fn.__kwdefaults__), full_memo)
@@ -84,6 +86,19 @@ def copied(
                 if _filled(cell):
                     cells[id(cell)].cell_contents = copy.deepcopy(cell.cell_contents, full_memo)
         return result, tuple(full_memo.get(id(value)) for value in bound), full_memo
+
+
+def _replace_strays(module: nn.Module, result: nn.Module, memo: _Memo) -> None:
+    """Puts the memo's tensors in the place of those that a part with its own `__deepcopy__` or `__getstate__` made (one
+    that pickles a graph of its own, as e3nn's products)."""
+    parts = dict(result.named_modules(remove_duplicate=False))
+    for path, part in module.named_modules(remove_duplicate=False):
+        twin = parts.get(path, part)
+        for held, copies in ((part._parameters, twin._parameters), (part._buffers, twin._buffers)):
+            for name, value in held.items():
+                wanted = None if value is None else memo.get(id(value))
+                if wanted is not None and (stray := copies.get(name)) is not None and stray is not wanted:
+                    copies[name], memo.strays[id(stray)] = wanted, stray
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero import tree
-from fzero._torch_compat import is_fake, version
+from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.context import active
 from fzero.capture.provenance import describe
+from fzero.capture.reads.host_draws import apart
 from fzero.capture.refuse import Refused
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.interop import _hf_compat, closures, refused_modules
@@ -96,7 +97,8 @@ class Apply:
                 for name, value in buffers.items()
             }
         memo |= self._placed("buffers", self._module.named_buffers(), placed)
-        module = closures.copied(self._module, self._bound, memo)[0]
+        with unwatched(), apart():  # a part that is copied by pickle has no fake tensors in it
+            module = closures.copied(self._module, self._bound, memo)[0]
         versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._others]
         flags = {name: value.requires_grad for name, value in placed.items()}
@@ -236,35 +238,41 @@ def _without_tensors(module: nn.Module) -> tuple[nn.Module, tuple[Tensor, ...], 
     for weight in _hf_compat.recomputed(module):
         memo[id(weight)] = torch.empty_like(weight, device="meta")
     try:
-        skeleton, bound, memo = closures.copied(module, closures.bound(module), memo)
+        skeleton, bound, copies = closures.copied(module, closures.bound(module), memo)
     except Exception as error:
         raise TreeError(
             f"{type(module).__name__} cannot be copied ({type(error).__name__}: {error}), and apply needs a copy "
             "without its parameters. Keep locks, files, process groups and tensors with a graph off the module"
         ) from error
-    _check_copies(skeleton, ours)
+    _check_copies(skeleton, ours, copies.strays)
     if path := closures.leak(skeleton, closures.own(module)):
         raise TreeError(
             f"{type(module).__name__} sees its own weights through {path}, which a copy cannot follow: apply would use "
             "those that the module has now. Write it with self, as a method, or pass it what it needs"
         )
-    others = tuple(v for v in memo.values() if isinstance(v, Tensor) and id(v) not in ours)
+    others = tuple(v for v in copies.values() if isinstance(v, Tensor) and id(v) not in ours)
     return skeleton, others, bound
 
 
-def _check_copies(skeleton: nn.Module, ours: Collection[int]) -> None:
+def _check_copies(skeleton: nn.Module, ours: Collection[int], replaced: dict[int, Any]) -> None:
     """Raises TreeError for a module whose copy has tensors of its own in the place of those that it was given.
 
-    ours: the ids of those that it was given.
+    ours: the ids of those that it was given. replaced: its own, which no part of it may hold elsewhere.
     """
     for path, part in skeleton.named_modules():
         own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
         if strays := [name for name, value in own if id(value) not in ours]:
-            raise TreeError(
-                f"{'.'.join(filter(None, (path, strays[0])))!r} of {type(skeleton).__name__}: a copy of "
-                f"{type(part).__name__} makes its own tensors (it has a __deepcopy__), so apply could not put others "
-                "in their place. Hold the modules as plain attributes (a loss of TorchRL: functional=False)"
-            )
+            raise _own_tensors(skeleton, ".".join(filter(None, (path, strays[0]))), part)
+    if path := closures.leak(skeleton, replaced):
+        raise _own_tensors(skeleton, path, skeleton)
+
+
+def _own_tensors(skeleton: nn.Module, path: str, part: nn.Module) -> TreeError:
+    return TreeError(
+        f"{path!r} of {type(skeleton).__name__}: a copy of {type(part).__name__} makes its own tensors (it has a "
+        "__deepcopy__), so apply could not put others in their place. Hold the modules as plain attributes (a loss of "
+        "TorchRL: functional=False)"
+    )
 
 
 def _writable(value: Tensor, traced: bool) -> Tensor:

@@ -45,7 +45,24 @@ def sliced(p: Any, b: Tensor) -> Tensor:
     return sum((b[i, : int(n)].sum() * p["w"].sum() for i, n in enumerate(lengths)), torch.zeros(()))
 
 
+def filled(p: Any, b: Tensor) -> Tensor:
+    number, mask = torch.empty((), dtype=torch.int64).fill_(2), torch.empty(3, dtype=torch.bool)
+    mask[:] = WEIGHTS < 0
+    view = torch.empty(2)
+    head = view[:1]  # a view of memory without values, which is known with it
+    view.zero_()
+    head.add_(1.0)
+    return (b[:, mask] @ p["w"][mask]).square().sum() * int(number) * view.sum().item()
+
+
+def filled_in_part(p: Any, b: Tensor) -> Tensor:
+    made = torch.empty(3)
+    made[:2] = 1.0
+    return p["w"].sum() * made.sum().item()
+
+
 KNOWN: dict[str, Loss] = {
+    "memory that is filled": filled,
     "branch": lambda p, b: (b @ p["w"]).sum() * (2.0 if (WEIGHTS > 0).any() else 1.0),
     "item": lambda p, b: (b @ p["w"]).sum() * WEIGHTS.sum().item(),
     "boolean index": lambda p, b: (b[:, MASK] @ p["w"][MASK]).square().sum(),
@@ -107,7 +124,16 @@ def through_a_view(p: Any, b: Tensor) -> Tensor:
     return p["w"].sum() * copy.sum().item()
 
 
+def filled_and_written(p: Any, b: Tensor) -> Tensor:
+    made = torch.empty(3)
+    made.fill_(1.0)[:2] = b[0, :2]
+    return p["w"].sum() * made.sum().item()
+
+
 UNKNOWN: dict[str, Loss] = {
+    "memory that is filled in part": filled_in_part,
+    "memory that is filled, and written by an input": filled_and_written,
+    "memory that is filled by an input": lambda p, b: p["w"].sum() * torch.empty(3).copy_(b[0]).sum().item(),
     "written through a view": through_a_view,
     "written by an input": by_input,
     "of a shape, and written by an input": lambda p, b: p["w"].sum() * torch.zeros_like(b).add_(b).sum().item(),

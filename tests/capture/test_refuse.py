@@ -93,8 +93,9 @@ def _as_many(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("fn", [_leaves_out, _in_order, _as_many], ids=lambda fn: fn.__name__.strip("_"))
 def test_a_road_that_a_draw_decides_is_refused_with_what_to_do(fn: Callable[[Tensor], Tensor]) -> None:
     spec = fzero.Spec(loss=lambda p, b: mean_square(p, b) + fn(b @ p["w"]).sum(), optimizer=fzero.optim.sgd(0.1))
-    state = fzero.init(params(), spec, key=fzero.random.key(0))
-    said(CaptureError, lambda: fzero.step(state, batch()), here(fn), "It is drawn at random", "before fzero.step")
+    for key in (fzero.random.key(0), None):  # a key would not help: the remedy is the same
+        state = fzero.init(params(), spec, key=key)
+        said(CaptureError, lambda: fzero.step(state, batch()), here(fn), "It is drawn at random", "before fzero.step")  # noqa: B023
 
 
 def test_what_an_input_decides_beside_a_draw_is_no_draw() -> None:

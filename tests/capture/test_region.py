@@ -1,5 +1,6 @@
 """The loss of a region: what it may return, its aux, its microbatches."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from capturing import (
     Loss,
     after_one_step,
+    agrees,
     batch,
     captured,
     defined,
@@ -129,6 +131,40 @@ def test_values_smuggled_out_of_a_loss_are_refused() -> None:
 
     refused_step(step, "was made inside a loss", "as aux (has_aux=True)")
     refused_step(later, "in another trace", here(later))
+
+
+class Reversible(torch.autograd.Function):
+    """A layer that runs a backward of its own in its backward, as those of RevTorch do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x, ctx.w = x.detach(), w
+        with torch.no_grad():
+            return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.requires_grad_()
+            (x * ctx.w).backward(grad)  # here
+        return x.grad, None
+
+
+def test_a_backward_within_the_loss_that_reaches_a_parameter_is_refused() -> None:
+    def penalty(p: Any, b: Tensor, inputs: bool = False) -> Tensor:
+        x = b.clone().requires_grad_()
+        (x * p["w"]).square().sum().backward(create_graph=True, inputs=[x] if inputs else None)
+        return x.grad.square().sum()
+
+    refused(
+        penalty, "a backward() within the loss", "it adds to the .grad of 'w'", defined(penalty), "backward(inputs=[x])"
+    )
+
+    def reversible(p: Any, b: Tensor) -> Tensor:  # its gradient of w is lost, beside another that is there
+        return Reversible.apply(b * p["w"], p["w"]).sum() + p["w"].sum()
+
+    refused(reversible, here(Reversible.backward), "adds to the .grad of 'w'", "Reversible layers")
+    agrees(functools.partial(penalty, inputs=True))
 
 
 def test_a_parameter_without_a_gradient_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,9 +6,12 @@ what is refused with what to do about it. Hugging Face's models are in test_hf.p
 
 import copy
 import logging
+import pickle
+import random
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,18 +213,78 @@ def test_a_switch_that_is_a_buffer_is_refused_with_its_remedy() -> None:
 
 
 class Cloned(nn.Linear):
-    """As the parameters of a tensordict."""
+    """As the parameters of a tensordict: a copy has weights of its own, and holds them in two places."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         twin = Cloned(self.in_features, self.out_features)
         twin.load_state_dict(self.state_dict())
+        twin.held = [twin.weight]
         return twin
 
 
 def test_a_module_whose_copy_has_weights_of_its_own_is_refused() -> None:
     """`apply` ignored what it was given, and computed with the values that the weights once had (TorchRL's losses)."""
-    with pytest.raises(fzero.TreeError, match=r"'1.weight' of Sequential: a copy of Cloned makes its own tensors"):
+    with pytest.raises(fzero.TreeError, match=r"'1.held\[0\]' of Sequential: a copy of .* makes its own tensors"):
         from_module(nn.Sequential(nn.Linear(4, 4), Cloned(4, 4)))
+
+
+class Pickled(nn.Module):
+    """Its inner part is copied by pickle, as e3nn's compiled tensor products are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def __getstate__(self) -> Any:
+        modules = {**self._modules}
+        return {**self.__dict__, "_modules": modules, "inner": pickle.dumps(modules.pop("norm"))}
+
+    def __setstate__(self, state: Any) -> None:
+        inner = pickle.loads(state.pop("inner"))
+        self.__dict__.update(state)
+        self.norm = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_a_part_that_is_copied_by_pickle_computes_with_what_apply_is_given() -> None:
+    module, x = nn.Sequential(Pickled(), nn.Linear(4, 1)), data(6, 4)
+    params, buffers, apply = from_module(module, mutable=True)
+    output, new = apply(params, buffers, x)
+    assert torch.equal(output, module(x))
+    assert torch.equal(new["0.norm.running_mean"], module[0].norm.running_mean)
+    doubled = {name: value * 2 if name == "0.norm.weight" else value for name, value in params.items()}
+    assert not torch.equal(apply(doubled, buffers, x)[0], output)
+    step = fzero.interop.with_buffers(
+        lambda p, b, x: ((o := apply(p, b, x))[0].square().mean(), o[1]), params, buffers, fzero.optim.sgd(0.1)
+    )
+    state = fzero.step(fzero.init(step[0], fzero.Spec(step=step[1])), x)
+    assert not torch.equal(state.tree["params"]["0.norm.weight"].full(), params["0.norm.weight"])
+
+
+class Named(nn.Linear):
+    """A copy draws a name for the file of its code, as those of PyTorch Geometric's Sequential do."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self.uid = random.randrange(16**6), np.random.rand()
+
+
+def test_what_the_copy_of_a_module_draws_is_no_draw_of_the_step() -> None:
+    params, buffers, apply = from_module(Named(4, 1))
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).square().mean(), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init(params, spec)
+    random.seed(3)
+    expected = random.Random(3).random()
+    fzero.step(state, data(6, 4))
+    assert random.random() == expected
+
+    def draws(p: Any, x: Tensor) -> Tensor:
+        return apply(p, buffers, x).mean() * random.random()
+
+    with pytest.raises(fzero.CaptureError, match="draws from the global generator of random"):
+        fzero.lower(fzero.Spec(loss=draws, optimizer=fzero.optim.sgd(0.1)), params, data(6, 4))
 
 
 def test_frozen_parameters_beside_statistics_stay_as_they_are() -> None:

@@ -54,7 +54,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "two leaves unused": (lambda: stepped(params={**W, "w2": torch.ones(2), "w3": torch.ones(2)}), fzero.CaptureError,
                           "'w2', 'w3' get no gradient from the loss square"),
     "an optimizer of torch": (lambda: stepped(optimizer=torch.optim.AdamW(LAYER.parameters())), fzero.SpecError,
-                              "amsgrad: False betas: (0.9, 0.999) ...): needed one of fzero.optim"),
+                              "amsgrad: False betas: (0.9, 0.999) ...): needed one of fzero.optim, as adamw(3e-4), or "
+                              "your own GradientTransformation(init, update) of its formula (docs/optimizers.md)"),
     "no leaf used": (lambda: stepped(lambda p, b: LAYER(b).mean()), fzero.CaptureError,
                      "computes with its own: functional_call(module, params, (x,))"),
     "a loss of the parameters": (lambda: stepped(lambda p: p["w"].sum()), fzero.CaptureError,

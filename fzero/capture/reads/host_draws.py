@@ -7,6 +7,9 @@ import random
 import sys
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +68,22 @@ def state_of(generator: Any) -> Any:
     return repr(generator.bit_generator.state)
 
 
+_APART: ContextVar[bool] = ContextVar("_APART", default=False)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Draws within are no part of a step, as that of a copied module for the name of a file: the global generators are
+    left as they were."""
+    python, numpy, token = _PYTHONS.getstate(), _NUMPYS.get_state(), _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+        _PYTHONS.setstate(python)
+        _NUMPYS.set_state(numpy)
+
+
 @dataclass
 class Draws:
     """The draws of one trace. `pending`: for a function at work, its line and the states that the generators named
@@ -83,6 +102,8 @@ class Draws:
 
     def expect(self, frame: types.FrameType, where: str, generators: list[Any]) -> None:
         """Before a line, or more of it, that names these."""
+        if _APART.get():
+            return
         if generators := [x for x in generators if id(x) not in self.seeded]:
             self.pending.setdefault(frame, (where, []))[1].extend((x, state_of(x)) for x in generators)
 
