@@ -242,7 +242,7 @@ class Hardware:
             for space in ("host", "device"):  # of a CPU's rank the two are one memory
                 lanes |= {f"disk→{space}": self.disk.read_bytes, f"{space}→disk": self.disk.write_bytes}
         low = "bf16" if "bf16" in device.flops else "fp16"
-        beside = not self.type or backend.of(self.type).on_streams  # a processor's rank updates itself
+        beside = self.type != "cpu"  # a rank there updates itself
         return Rates(
             latency={},
             wire_bytes={},

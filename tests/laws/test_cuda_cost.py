@@ -90,6 +90,14 @@ class TestWithoutADevice:
         assert told["none"]["ms"] < most[0]
         assert told["auto"]["ms"] < most[1]
 
+    @pytest.mark.parametrize("step", STEPS[1:], indirect=True)
+    def test_the_planned_peak_is_the_recorded_one(self, told: dict[str, Any], step: tuple[str, int]) -> None:
+        """What lived on an H200 at most. The Llama's was planned 13 % too high: its norms were taken apart."""
+        size = {"gpt2": "gpt2_large", "llama": "llama_1b"}[step[0]]
+        record = json.loads((ROOT / "benchmarks" / "results" / f"gpu_{size}_h200.json").read_text())
+        recorded = record["sizes"][size]["rows"]["fzero3_compiled"]["live_peak_bytes"]
+        assert told["auto"]["peak"] == pytest.approx(recorded, rel=0.005)
+
     def test_it_is_cudas_program(self, told: dict[str, Any]) -> None:
         assert told["none"]["attention"] == [
             "aten._scaled_dot_product_cudnn_attention.default",
@@ -106,7 +114,7 @@ class TestWithoutADevice:
             assert one["stack"] == 0 or "_sin" in one["kernel"] or "_cos" in one["kernel"], one
             assert one["registers"] <= 128, one
             assert one["kind"] == "POINTWISE" or one["configurations"] == 1, one
-        norms = [one for one in told["kernels"] if "norm" in one["kernel"]]
+        norms = [one for one in told["kernels"] if "norm" in one["kernel"] and one["kind"] != "POINTWISE"]
         assert all(one["loads"] == one["vectors"] for one in norms), norms
 
     def test_depth_adds_no_cluster(self, told: dict[str, Any]) -> None:
