@@ -167,8 +167,10 @@ def loss_of(shape: Shape) -> Any:
     def rotated(x: Tensor) -> Tensor:
         if _tied(shape):
             return x
-        half = torch.arange(head // 2, dtype=torch.float32) / (head // 2)
-        angles = torch.arange(x.shape[-2], dtype=torch.float32)[:, None] * torch.pow(500_000.0, -half)[None]
+        half = torch.arange(head // 2, dtype=torch.float32, device=x.device) / (head // 2)
+        angles = (
+            torch.arange(x.shape[-2], dtype=torch.float32, device=x.device)[:, None] * torch.pow(500_000.0, -half)[None]
+        )
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         a, b = x[..., : head // 2], x[..., head // 2 :]
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -177,7 +179,7 @@ def loss_of(shape: Shape) -> Any:
         if not shape.scores:
             grouped = shape.heads != shape.key_heads
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        seen = torch.ones(shape.length, shape.length, dtype=torch.bool).tril()
+        seen = torch.ones(shape.length, shape.length, dtype=torch.bool, device=q.device).tril()
         return torch.softmax(((q @ k.transpose(-1, -2)) / head**0.5).masked_fill(~seen, -1e4), -1) @ v
 
     def mlp(p: Any, x: Tensor) -> Tensor:
@@ -234,15 +236,20 @@ def parts(shape: Shape) -> tuple[Part, Part]:
     return layer, Part(two.products - twice, moved, two.sent - sent, updated, calls)
 
 
-def _counted(shape: Shape, layers: int) -> Part:
-    """Of the program of one rank, with so many layers."""
+def rules_of(shape: Shape) -> dict[str, fzero.P] | None:
+    """The rules of tensor parallelism, Megatron's; None without it."""
     wide = {name: fzero.P(None, "tp") for name in ("blocks/*/[qkv]", "blocks/*/up", "blocks/*/gate", "head")}
     rules = {**wide, **{name: fzero.P("tp", None) for name in ("blocks/*/o", "blocks/*/down", "embed")}}
     lacking = {*(() if shape.family == "llama" else ("blocks/*/gate",)), *(("head",) if _tied(shape) else ())}
+    return {name: dims for name, dims in rules.items() if name not in lacking} if shape.tp > 1 else None
+
+
+def _counted(shape: Shape, layers: int) -> Part:
+    """Of the program of one rank, with so many layers."""
     spec = fzero.Spec(
         loss=loss_of(shape), optimizer=fzero.optim.adamw(1e-4), mesh={"dp": 1, "tp": shape.tp}, zero=0,
         precision="bf16", clip_norm=1.0, remat="full" if shape.recomputed else "none",
-        shard={name: dims for name, dims in rules.items() if name not in lacking} if shape.tp > 1 else None,
+        shard=rules_of(shape),
         sequence="tp" if shape.tp > 1 and shape.sequence else None,
     )  # fmt: skip
     tokens = torch.empty(shape.rows, shape.length, dtype=torch.int64, device="meta")

@@ -23,6 +23,7 @@ import torch
 
 from fzero.backend import FAKE_CUDA
 
+WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 aten = torch.ops.aten
 
@@ -52,14 +53,15 @@ def fake_cuda_library(folder: Path) -> Path:
 @functools.cache
 def prepare_fake_cuda() -> torch.library.Library:
     """Gives this process, which was started with the library, the guard of a torch without a device, and on CUDA the
-    ops that torch takes on an H100: a torch without CUDA takes attention (sdp_utils.cpp: 2.11.0, 2.13.0) and
-    `F.rms_norm` apart, into products and loops."""
+    ops that torch takes on an H100: a torch without CUDA takes attention (sdp_utils.cpp: 2.11.0, 2.13.0) and the ops
+    of `WHOLE` apart, into products and loops."""
     getattr(ctypes.CDLL(None), FAKE_CUDA)()
     library = torch.library.Library("aten", "IMPL")
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("scaled_dot_product_attention", _attention, key)
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
-        library.impl("_fused_rms_norm", _never_run, "CUDA")  # an op that a device has is not taken apart
+    for name in WHOLE:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+            library.impl(name, _never_run, "CUDA")
     return library
 
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fzero._torch_compat import OpOverload
+from fzero._torch_compat import FakeTensor, OpOverload
 from fzero.errors import VerifyError
 from fzero.ir import fx_nodes, fx_values
 from fzero.shard.claims import Claim, claim_of, constrains, constraint
@@ -273,8 +274,11 @@ class _Typing:
     def _sized(self, node: fx.Node) -> None:
         """A node that no rule speaks of has the shape that its arguments give: ways of elements go by it."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda a: a.meta["val"])
-        values = fx_values.tensors(node.target(*args, **kwargs))  # type: ignore[operator]
-        for value, held in zip(values, fx_values.tensors(node.meta["val"]), strict=True):
+        known = fx_values.tensors(node.meta["val"])
+        mode = next((x.fake_mode for x in known if isinstance(x, FakeTensor)), None)
+        with mode or nullcontext():  # what it makes needs no memory, and no device
+            values = fx_values.tensors(node.target(*args, **kwargs))  # type: ignore[operator]
+        for value, held in zip(values, known, strict=True):
             if value.shape != held.shape or value.dtype is not held.dtype:
                 refuse(node, f"has shape {list(held.shape)}; by its arguments it has {list(value.shape)}")
 

@@ -111,6 +111,7 @@ CASES: dict[Any, Make] = {
     aten.zeros_like.default: tensors("abc"),
     aten.ones_like.default: tensors("abc"),
     aten.full_like.default: tensors("abc", 3.0),
+    aten.fill.Scalar: tensors("abc", 3.0),
     aten.empty_like.default: tensors("abc"),
     aten.new_zeros.default: of(lambda d: (d.x("ab"), d.shape("bcd"))),
     aten.new_ones.default: of(lambda d: (d.x("ab"), d.shape("bcd"))),

@@ -31,7 +31,7 @@ LINEAR: dict[Any, tuple[str, ...]] = {
 MOVES = (aten.clone.default, aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
 SHAPE_ONLY = (
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
+    aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.fill.Scalar,
 )  # fmt: skip
 FACTORIES = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
 NEW = tuple(op for op in SHAPE_ONLY if "new_" in str(op))
