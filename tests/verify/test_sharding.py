@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lockstep import captured, with_whole
 from shard_mutants import KINDS, Draft, Meaning
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from tp_models import Model, gpt, of_hf, placements
 
 from fzero import Mean, P, Spec, lower, optim
+from fzero._torch_compat import is_fake
 from fzero.compile import judged
 from fzero.errors import VerifyError
+from fzero.ir import fx_values
 from fzero.shard.write_local_graph import Sharded
 from fzero.verify import sharding
 from fzero.verify.sharding import check_sharding
@@ -196,3 +200,30 @@ def mutants(gm: Any, made: Sharded, meaning: Meaning, seed: str, each: int) -> d
                 missed.append(f"{seed}: {kind} {number}, {node.format_node()}: {why}")
         table[kind] = {**counts, "missed": missed}
     return table
+
+
+class _Fakes(TorchDispatchMode):
+    """Refuses ops that make real tensors."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert all(map(is_fake, fx_values.tensors(result if isinstance(result, (tuple, list)) else [result]))), func
+        return result
+
+
+def test_no_memory_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complaint: a number that a loss over a vocabulary makes on its device was made there for real, which a
+    machine without that device cannot."""
+
+    def check(*args: Any) -> None:
+        with _Fakes():
+            check_sharding(*args)
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(batch["x"] @ p["w"], batch["y"])
+
+    monkeypatch.setattr(judged, "check_sharding", check)
+    spec = Spec(loss=loss, optimizer=optim.adamw(1e-2), mesh={"tp": 2}, shard={"w": P(None, "tp")})
+    lower(
+        spec, {"w": torch.empty(8, 16)}, {"x": torch.empty(4, 8), "y": torch.empty(4, dtype=torch.long)}, world_size=2
+    )
