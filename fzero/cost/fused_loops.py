@@ -21,7 +21,7 @@ def fused_works(gm: fx.GraphModule) -> Sequence[CallWork]:
     """What each call of a segment does, with its loops fused. It is computed once (`segments.notes`)."""
     notes = segments.notes(gm)
     if "fused_loops" not in notes:
-        notes["fused_loops"] = [work_of(run[0]) if len(run) == 1 else _kernel(run) for run in _runs(gm.graph)]
+        notes["fused_loops"] = [_kernel(run) if _is_loop(run) else work_of(run[0]) for run in _runs(gm.graph)]
     found: Sequence[CallWork] = notes["fused_loops"]
     return found
 
@@ -42,6 +42,10 @@ def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             run = []
     if run:
         yield run
+
+
+def _is_loop(run: Sequence[fx.Node]) -> bool:
+    return len(run) > 1 or run[0].target is operator.getitem  # a result that is read behind another call
 
 
 def _kernel(run: Sequence[fx.Node]) -> CallWork:
