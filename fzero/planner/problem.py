@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Problem:
     captures: Captures = field(default_factory=Captures, repr=False)
     shallower: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def machine(self) -> Hardware:
         """The hardware as so many ranks, and what runs there, find it."""
         return replace(self.hardware.for_ranks(self.world_size), compile=self.spec.compile)
