@@ -242,7 +242,8 @@ class Hardware:
             for space in ("host", "device"):  # of a CPU's rank the two are one memory
                 lanes |= {f"disk→{space}": self.disk.read_bytes, f"{space}→disk": self.disk.write_bytes}
         low = "bf16" if "bf16" in device.flops else "fp16"
-        beside = self.type != "cpu"  # a rank there updates itself
+        there = backend.of(self.type) if self.type else backend.UNKNOWN
+        beside = not there.on_host  # a processor's rank updates itself
         return Rates(
             latency={},
             wire_bytes={},
@@ -256,5 +257,5 @@ class Hardware:
             small_side=device.small_side,
             attention=device.attention * max(device.flops.get(low, 0.0), device.flops["fp32"]),
             launch=device.launch_us * 1e-6,
-            fuses=(self.compile or backend.of(self.type or "cpu").compiles) != "none",
+            fuses=(self.compile or there.compiles) != "none",
         )
