@@ -68,9 +68,15 @@ def prepare_fake_cuda() -> torch.library.Library:
             library.impl(name, _never_run, "CUDA")
     for name, rule in SHAPES.items():
         library.impl(name, rule, "Meta")
-    vars(torch.cuda)["get_device_capability"] = lambda *_, **__: (9, 0)  # a library's choice of its own kernels
+    # what Python asks: torch.autocast (2.11.0, 2.13.0), and libraries that choose their own kernels
+    vars(torch.cuda.amp.common)["amp_definitely_not_available"] = _no
+    vars(torch.cuda).update(is_bf16_supported=lambda *_: True, get_device_capability=lambda *_, **__: (9, 0))
     fake_tensor.run_fallback_kernel = functools.partial(_on_the_host, fake_tensor.run_fallback_kernel)
     return library
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _never_run(*_: Any) -> Any:
@@ -86,10 +92,6 @@ def _gru_cell_back(grad: torch.Tensor, _: Any, biased: bool) -> tuple[torch.Tens
     gates, bias = (grad.new_empty(shape) for shape in ((rows, 3 * width), (3 * width,)))
     given = (bias, torch.empty_like(bias)) if biased else (None, None)
     return gates, torch.empty_like(gates), torch.empty_like(grad), *given
-
-
-def _no(*_: Any) -> bool:
-    return False
 
 
 SHAPES: dict[str, Callable[..., Any]] = {  # of ops that the processor has no kernel of (RNN.cu, LossCTC.cpp: 2.13.0)

@@ -43,6 +43,11 @@ def by_products(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.5)
 
 
+def autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return F.scaled_dot_product_attention(heads(x), heads(x), heads(x))
+
+
 def attended(count: int = 2, width: int = 8, **options: Any) -> Callable[[Tensor], Tensor]:
     """Attention of 2 heads in k and v, in bf16."""
 
@@ -65,6 +70,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "mask with a gradient": attended(attn_mask=lambda x: x[:, :ROWS]),
     "wide": attended(width=256),
     "dropout by products": by_products,
+    "autocast": autocast,
     "capability": lambda x: x.tanh() if torch.cuda.get_device_capability(x.device)[0] == 9 else x.exp(),
     "closed over": lambda x: x + CLOSED_OVER,
 }
