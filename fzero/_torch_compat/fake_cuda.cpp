@@ -18,6 +18,7 @@ using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks); // before CUDA's own
 struct Described : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::DeviceIndex deviceCount() const noexcept override { return 2; }
+  c10::Device getDevice() const override { return {c10::DeviceType::CUDA, 0}; } // what "cuda" without a number is
   c10::Stream getStream(c10::Device d) const noexcept override {
     return c10::Stream(c10::Stream::DEFAULT, d);
   }

@@ -28,6 +28,10 @@ aten = torch.ops.aten
 _AMBIENT = -1  # keeps the ambient draws apart from those that a loss makes from its own key
 
 
+# what draws within a fused kernel
+MATH = "Call it within torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), in the loss, or drop nothing"
+
+
 class Keyed(RngStateMode):
     """While it is on, draws from torch's generator are made from `key` (int64, shape (2,)).
 
@@ -48,13 +52,14 @@ class Keyed(RngStateMode):
         rule = of(func).draws
         if torch.Tag.nondeterministic_seeded not in func.tags or no_dropout(func, args, kwargs):
             return func(*args, **kwargs)
-        generators = [x for x in _named(func, args, kwargs).values() if isinstance(x, torch.Generator)]
+        named = _named(func, args, kwargs)
+        generators = [x for x in named.values() if isinstance(x, torch.Generator)]
         if rule is None or generators:
             why = "is given a torch.Generator" if generators else "has no version that draws from a key"
             instead = "Leave generator= out" if generators else "Use fzero.random"
+            remedy = MATH if "dropout_p" in named else f"{instead}, or draw it outside and pass it in the batch"
             raise CaptureError(
-                f"{func} at {user_line()} {why}: the step would not be a function of its state. {instead}, or draw it "
-                "outside and pass it in the batch"
+                f"{func} at {user_line()} {why}: the step would not be a function of its state. {remedy}"
             )
         kwargs.pop("generator", None)
         return rule(self, *args, **kwargs)

@@ -85,6 +85,8 @@ TORCH_SAYS = {
     f"functions of its own, which a program does not hold. {_NO_FLEX}",
     "not linked with support for": "a tensor is moved to a device that this torch is not built for. Leave .cuda() or "
     ".to(device) out: the tensors of a step are where its state is",
+    "found at least two devices": "tensors of two devices meet. A tensor that the functions close over (a module's "
+    "buffers, a mask) is where it was made: move it to Spec.device first, or give it in the state or the batch",
     "backward through the graph a second time": "a graph that backward() or autograd.grad has freed is needed again. "
     "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss write "
     "torch.autograd.grad(y, x, create_graph=True)",

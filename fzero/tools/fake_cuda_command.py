@@ -7,7 +7,7 @@ process of its own:
     fzero fake-cuda train.py                                            a script that calls fzero.lower
     fzero fake-cuda -m fzero explain train.py:problem --hardware h100   a module
 
-The attention op is the one that torch takes on an H100 (cuDNN's, for 16 bits without a mask).
+The attention op is the one that torch takes on an H100 (cuDNN's, for 16 bits), of those that are switched on.
 """
 
 from __future__ import annotations

@@ -294,6 +294,10 @@ def test_attention_with_dropout() -> None:
         (lambda x: torch.empty(3).bernoulli_(generator=torch.Generator()), r"given a torch\.Generator"),
         (lambda x: torch.poisson(x), r"aten\.poisson.*test_keys\.py:\d+ has no version that draws from a key.*random"),
         (lambda x: torch.empty(3).cauchy_(), "has no version that draws from a key"),
+        (
+            lambda x: torch.ops.aten._scaled_dot_product_efficient_attention(*[x[None, None]] * 3, None, True, 0.1)[0],
+            r"no version that draws from a key.*within torch\.nn\.attention\.sdpa_kernel\(.*MATH\), in the loss",
+        ),
     ],
 )
 def test_other_draws_are_refused(draw: Callable[[Tensor], Tensor], message: str) -> None:
