@@ -28,6 +28,7 @@ from fzero.capture import (  # these fill the column `traced`, and `refuse.REPLA
     host_values,  # noqa: F401
     margin_loss,  # noqa: F401
     mixed_dtypes,
+    running_norms,  # noqa: F401
 )
 from fzero.capture.cast_first import CAST
 from fzero.capture.context import Tracing

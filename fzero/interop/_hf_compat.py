@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -88,15 +88,10 @@ def _let_grouped_products_trace() -> None:
 
 @contextmanager
 def capturing(module: nn.Module) -> Iterator[None]:
-    """For the traced call of a module: keeps layers off library ops that cannot be traced. For a mixture of experts
-    that loops over them, its error gives the way to capture it.
-
-    cuDNN's BatchNorm writes running statistics without saying so (2.13.0).
-    """
-    no_cudnn = any("BatchNorm" in type(part).__name__ for part in module.modules())
+    """For the traced call of a module: for a mixture of experts that loops over them, its error gives the way to
+    capture it."""
     try:
-        with torch.backends.cudnn.flags(enabled=False) if no_cudnn else nullcontext():
-            yield
+        yield
     except (DataDependentOutputException, DynamicOutputShapeException):
         looping = next((part for part in module.modules() if _loops_over_experts(part)), None)
         if looping is None:
