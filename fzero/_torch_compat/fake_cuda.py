@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import os
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ from torch._subclasses import fake_tensor  # 2.11.0, 2.13.0
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
 from fzero._torch_compat.fakes import fake_of_form, is_fake
-from fzero.backend import FAKE_CUDA
+from fzero.backend import CUDA, FAKE_CUDA
 
 WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
@@ -69,8 +70,9 @@ def prepare_fake_cuda() -> torch.library.Library:
     for name, rule in SHAPES.items():
         library.impl(name, rule, "Meta")
     # what Python asks: torch.autocast (2.11.0, 2.13.0), and libraries that choose their own kernels
-    vars(torch.cuda.amp.common)["amp_definitely_not_available"] = _no
-    vars(torch.cuda).update(is_bf16_supported=lambda *_: True, get_device_capability=lambda *_, **__: (9, 0))
+    vars(importlib.import_module("torch.cuda.amp.common"))["amp_definitely_not_available"] = _no
+    asked = {"is_bf16_supported": lambda *_: True, "get_device_capability": lambda *_, **__: (9, 0)}
+    vars(importlib.import_module("torch.cuda")).update(asked)
     fake_tensor.run_fallback_kernel = functools.partial(_on_the_host, fake_tensor.run_fallback_kernel)
     return library
 
@@ -104,8 +106,8 @@ SHAPES: dict[str, Callable[..., Any]] = {  # of ops that the processor has no ke
 
 def _on_the_host(fallback: Callable[..., Any], mode: Any, op: Any, flat: list[Any], spec: Any, error: Any) -> Any:
     """An op without a rule of shapes: torch runs its kernel, on zeros, and here it is the processor's."""
-    devices = {x.fake_device for x in flat if is_fake(x) and x.fake_device.type == "cuda"}
-    devices |= {x for x in flat if isinstance(x, torch.device) and x.type == "cuda"}
+    named = [x.fake_device if is_fake(x) else x for x in flat]
+    devices = {x for x in named if isinstance(x, torch.device) and x.type == CUDA.name}
     if not devices:
         return fallback(mode, op, flat, spec, error)
     host = torch.device("cpu")

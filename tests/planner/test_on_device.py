@@ -19,6 +19,7 @@ from fzero.planner.deep import takes
 from fzero.planner.problem import Problem, problem_of
 from fzero.planner.programs import by_rates
 
+LONG = pytest.mark.acceptance
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -38,10 +39,12 @@ def problem(size_name: str, machine: str, compile: str | None) -> Problem:
 @pytest.mark.parametrize(
     ("record", "size", "row", "machine", "compile"),
     [
-        ("gpu_gpt2_large_3", "gpt2_large", "fzero3_compiled", "h100", None),
-        ("gpu_gpt2_large_3", "gpt2_large", "fzero0", "h100", "none"),
-        ("gpu_gpt2_large_h200", "gpt2_large", "fzero3_compiled", "h200", None),
         ("gpu_llama_1b_h200", "llama_1b", "fzero3_compiled", "h200", None),
+        pytest.param("gpu_gpt2_large_3", "gpt2_large", "fzero3_compiled", "h100", None, marks=LONG),
+        pytest.param("gpu_gpt2_large_3", "gpt2_large", "fzero0", "h100", "none", marks=LONG),
+        pytest.param(
+            "gpu_gpt2_large_h200", "gpt2_large", "fzero3_compiled", "h200", None, marks=pytest.mark.acceptance
+        ),
     ],
 )
 def test_a_recorded_step_is_foretold(record: str, size: str, row: str, machine: str, compile: str | None) -> None:
