@@ -35,12 +35,8 @@ MOST_BYTES = 4096  # of a closed-over tensor that is compared by its bytes
 IN_ALL = 1 << 30  # bytes that one trace computes
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MADE = re.compile("empty|resize|::set_")  # memory without values
-_OVERWRITES = {
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.zero_.default,
-    aten.copy_.default,
-}  # whatever was there before
+# write all of their first operand, whatever was there before
+_OVERWRITES = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 _Sources = frozenset[int]
 
 

@@ -2,9 +2,8 @@
 
 At set-up every way moves buffers of SIZES bytes a few times, which takes some 100 ms in all over loopback. What rank 0
 has kept of its machine is taken, while that is near it; else ranks also compute, alone and beside the largest gather.
-Rank 0 picks the fastest way for each kind and size, and sends its choice and
-its figures to the others. So all ranks go the same way and expect the same costs (`fzero.cost.rates.Rates`). A transfer
-goes the way of the nearest measured size.
+Rank 0 picks the fastest way for each kind and size, and sends its choice and its figures to the others. So all ranks go
+the same way and expect the same costs (`fzero.cost.rates.Rates`). A transfer goes the way of the nearest measured size.
 
 The candidates for a reduction are the ways that add in rank order: they give the same bits. gloo's own reduction does
 not, so it is no candidate.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
-from fzero.cost.node_work import CallWork, work_of
+from fzero.cost.node_work import CallWork, in_memory, work_of
 from fzero.ir import fx_nodes, fx_values, segments
 from fzero.ir.op_info import of
 
@@ -68,7 +68,7 @@ def _kernel(run: Sequence[fx.Node]) -> CallWork:
 
 
 def _size(node: fx.Node) -> int:
-    return sum(x.numel() * x.element_size() for x in fx_values.tensors(node.meta.get("val")))
+    return sum(map(in_memory, fx_values.tensors(node.meta.get("val"))))
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:

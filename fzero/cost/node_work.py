@@ -67,11 +67,11 @@ def work_of(node: fx.Node) -> CallWork:
     sources = dict.fromkeys(n for n in node.all_input_nodes if n is not into)
     if fx_nodes.op_name(node) == "copy_":
         sources.pop(fx_nodes.operand(node), None)
-    read = sum(_in_memory(x) for n in sources for x in fx_values.tensors(n.meta.get("val")))
-    done = sum(map(_in_memory, written))
+    read = sum(in_memory(x) for n in sources for x in fx_values.tensors(n.meta.get("val")))
+    done = sum(map(in_memory, written))
     if node.target in LOOKUPS:
         read = done + sum(
-            _in_memory(x) for x in fx_values.tensors(fx_nodes.operand(node, LOOKUPS[node.target]).meta.get("val"))
+            in_memory(x) for x in fx_values.tensors(fx_nodes.operand(node, LOOKUPS[node.target]).meta.get("val"))
         )
     width = written[0].element_size() if written else 4
     return CallWork(kind, 1, read, done, 0, work, width, product)
@@ -120,6 +120,7 @@ def _written(node: fx.Node) -> list[torch.Tensor]:
     return [*(x for _, x in fx_values.results(node)), *over]
 
 
-def _in_memory(x: torch.Tensor) -> int:
+def in_memory(x: torch.Tensor) -> int:
+    """The bytes that a tensor has in memory: of one that was expanded, those of what it is a view of."""
     steps = zip(x.shape, x.stride(), strict=True)
     return x.element_size() * prod(size for size, step in steps if step != 0 or size == 1)
