@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -163,6 +165,7 @@ CUDA = Backend(
     chunk=1 << 22, compiles="auto", norms_alike=True,
 )  # fmt: skip
 BACKENDS = {backend.name: backend for backend in (CPU, CUDA)}
+_traced_for: ContextVar[torch.device | None] = ContextVar("traced_for", default=None)
 UNKNOWN = Backend("unknown", HostCalls(), chunk=1 << 22)  # of any other device, as "meta": nothing is known of it
 
 
@@ -182,6 +185,31 @@ def of(device: torch.device | str) -> Backend:
     ('nccl', True, False)
     """
     return BACKENDS.get(torch.device(device).type, UNKNOWN)
+
+
+@contextmanager
+def traced_for(device: torch.device | None) -> Iterator[None]:
+    """A context in which what is traced on the processor is for this device; None: for itself."""
+    before = _traced_for.set(device)
+    try:
+        yield
+    finally:
+        _traced_for.reset(before)
+
+
+def traced_device() -> torch.device | None:
+    """The device that is traced for, on the processor; None: what is traced is for itself."""
+    return _traced_for.get()
+
+
+def of_traced(device: torch.device) -> Backend:
+    """The record of a device in a trace: of the one that it is traced for.
+
+    >>> with traced_for(torch.device("cuda")):
+    ...     of_traced(torch.device("cpu")).name
+    'cuda'
+    """
+    return of(_traced_for.get() or device)
 
 
 def of_transport(name: str) -> Backend:

@@ -22,6 +22,7 @@ try:
         onednn_has_bf16,
         product_precision,
     )
+    from fzero._torch_compat.device_choices import chosen_for_a_device
     from fzero._torch_compat.fake_cuda import fake_cuda_library, prepare_fake_cuda
     from fzero._torch_compat.fakes import (
         fake_by_kernel,
@@ -32,6 +33,8 @@ try:
         fake_rule,
         forget_fakes,
         is_fake,
+        lying_on,
+        move_fake,
         quiet_fakes,
     )
     from fzero._torch_compat.inductor_count import inductor_count
@@ -111,6 +114,7 @@ __all__ = [
     "by_decompositions",
     "by_onednn",
     "checks_deferred",
+    "chosen_for_a_device",
     "compiled_functions_traced",
     "convolution_kernel",
     "decomposes",
@@ -144,6 +148,8 @@ __all__ = [
     "jiterator_refused",
     "kernel_of",
     "kernels_here",
+    "lying_on",
+    "move_fake",
     "onednn_has_bf16",
     "place_in_file",
     "prepare_fake_cuda",

@@ -25,12 +25,11 @@ import torch
 from torch._subclasses import fake_tensor  # 2.11.0, 2.13.0
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
+from fzero._torch_compat.device_choices import choose_as_a_device
 from fzero._torch_compat.fakes import fake_of_form, is_fake
 from fzero.backend import CUDA, FAKE_CUDA
 
-WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
 SOURCE = Path(__file__).with_name("fake_cuda.cpp")
-aten = torch.ops.aten
 
 
 def fake_cuda_library(folder: Path) -> Path:
@@ -58,15 +57,10 @@ def fake_cuda_library(folder: Path) -> Path:
 @functools.cache
 def prepare_fake_cuda() -> torch.library.Library:
     """Gives this process, which was started with the library, the guard of a torch without a device, and on CUDA the
-    ops that torch takes on an H100: a torch without CUDA takes attention (sdp_utils.cpp: 2.11.0, 2.13.0) and the ops
-    of `WHOLE` apart, into products and loops. What has no rule of shapes gets one, or the processor's kernel."""
+    ops that torch takes on an H100 (`device_choices`): a torch without CUDA takes them apart, into products and loops.
+    What has no rule of shapes gets one, or the processor's kernel."""
     getattr(ctypes.CDLL(None), FAKE_CUDA)()
-    library = torch.library.Library("aten", "IMPL")
-    for key in ("CUDA", "AutogradCUDA"):
-        library.impl("scaled_dot_product_attention", _attention, key)
-    for name in WHOLE:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            library.impl(name, _never_run, "CUDA")
+    library = choose_as_a_device("CUDA")
     for name, rule in SHAPES.items():
         library.impl(name, rule, "Meta")
     # what Python asks: torch.autocast (2.11.0, 2.13.0), and libraries that choose their own kernels
@@ -79,10 +73,6 @@ def prepare_fake_cuda() -> torch.library.Library:
 
 def _no(*_: Any) -> bool:
     return False
-
-
-def _never_run(*_: Any) -> Any:
-    raise NotImplementedError("there is no device here")
 
 
 def _gru_cell(_: Any, __: Any, hidden: torch.Tensor, *___: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,52 +113,3 @@ def _on_the_host(fallback: Callable[..., Any], mode: Any, op: Any, flat: list[An
     written = {id(new): old for new, old in zip(there, flat, strict=True)}
     results = fallback(mode, op, there, spec, error)
     return pytree.tree_map(lambda x: written[id(x)] if id(x) in written else moved(x, next(iter(devices))), results)
-
-
-def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
-    """`F.scaled_dot_product_attention` by the kernel that torch takes."""
-    kernel = _kernel(query, key, value, attn_mask, is_causal)
-    if kernel == "math":
-        found: Any = aten._scaled_dot_product_attention_math.default(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )
-        return found[0]
-    if kernel == "flash":
-        flash = aten._scaled_dot_product_flash_attention.default
-        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    if kernel == "cudnn":
-        found = aten._scaled_dot_product_cudnn_attention.default(
-            query, key, value, attn_mask, True, dropout_p, is_causal, False, scale=scale
-        )
-        return found[0]
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    found = aten._scaled_dot_product_efficient_attention.default(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )
-    return found[0]
-
-
-def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
-) -> str:  # fmt: skip
-    """Of those that are switched on: cuDNN's for 16 bits (torch >= 2.11 on sm_90), but for a mask with a gradient; the
-    flash kernel for 16 bits without a mask; the memory-efficient one. Plain products where none takes it: other than
-    four dims, 64 bits, widths that 16 bytes do not divide."""
-    on, widths = torch.backends.cuda, (query.shape[-1], value.shape[-1])
-    if query.dim() != 4 or query.dtype is torch.float64 or any(w * query.itemsize % 16 for w in widths):
-        return "math"
-    narrow, square = query.dtype in (torch.bfloat16, torch.float16), query.shape[-2] == key.shape[-2]
-    refused = mask is not None and (mask.requires_grad or mask.dim() not in (2, 4))
-    if narrow and on.cudnn_sdp_enabled() and max(widths) <= 128 and key.shape[-2] > 1 and not refused:
-        return "cudnn"
-    if narrow and on.flash_sdp_enabled() and mask is None and widths[0] == widths[1] <= 256 and square >= causal:
-        return "flash"
-    return "efficient" if on.mem_efficient_sdp_enabled() else "math"

@@ -79,6 +79,24 @@ def fake_like(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) ->
     return FakeTensor(mode, meta, device)
 
 
+def move_fake(value: FakeTensor, device: torch.device) -> None:
+    """Has a fake tensor lie on another device, in place, with all who hold it (`fake_device`: 2.11.0, 2.13.0)."""
+    value.fake_device = device
+
+
+@contextmanager
+def lying_on(device: torch.device, values: Sequence[FakeTensor]) -> Iterator[None]:
+    """A context in which rules of shapes find fake tensors on a device: some say other dtypes there."""
+    before = [value.fake_device for value in values]
+    try:
+        for value in values:
+            value.fake_device = device
+        yield
+    finally:
+        for value, own in zip(values, before, strict=True):
+            value.fake_device = own
+
+
 def fake_by_kernel(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], like: FakeTensor) -> Any:
     """An op's results by its kernel for meta tensors, of one device and `like`'s mode; None where one is not wanted.
     Past decompositions and symbolic sizes, which take fifty times as long (`in_kernel_invocation_manager`: 2.11.0,

@@ -28,7 +28,7 @@ def traced(
     operands = (weight, indices, offsets, scale_grad_by_freq, mode, *rest)
     result: tuple[Tensor, ...] = aten._embedding_bag.default(*operands)
     known.follow(aten._embedding_bag.default, operands, {}, result)
-    if weight.dtype is torch.bfloat16 and mode == SUM and backend.of(weight.device).on_host:
+    if weight.dtype is torch.bfloat16 and mode == SUM and backend.of_traced(weight.device).on_host:
         return result[0], aten.new_empty.default(indices, [0]), *result[2:]
     return result
 

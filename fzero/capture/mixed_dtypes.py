@@ -31,7 +31,7 @@ def why(op: Any, args: Sequence[Any]) -> str:
         own = [x for x in args if isinstance(x, Tensor)]
         return f"is given {_shown(own)}: torch subtracts no bool. Cast it, as in m.to(x.dtype), or write ~m for 1 - m"
     if row.norm_weight is not None and isinstance(args[0], Tensor):
-        own, known = [x for x in args[:5] if isinstance(x, Tensor)], backend.of(args[0].device)
+        own, known = [x for x in args[:5] if isinstance(x, Tensor)], backend.of_traced(args[0].device)
         dtype, others = own[0].dtype, {x.dtype for x in own[1:]}
         if known.on_host and not _takes(dtype, others):
             return f"is given {_shown(own)}: {MIXED}"

@@ -84,7 +84,7 @@ TORCH_SAYS = {
     "FlexAttention does not support backward": "torch's flex_attention has no gradient on the CPU, and on CUDA it runs "
     f"functions of its own, which a program does not hold. {_NO_FLEX}",
     "not linked with support for": "a tensor is moved to a device that this torch is not built for. Leave .cuda() or "
-    ".to(device) out: the tensors of a step are where its state is",
+    ".to(device) out: the tensors of a step are where its state is. (`fzero fake-cuda SCRIPT` has such a device)",
     "found at least two devices": "tensors of two devices meet. A tensor that the functions close over (a module's "
     "buffers, a mask) is where it was made: move it to Spec.device first, or give it in the state or the batch",
     "backward through the graph a second time": "a graph that backward() or autograd.grad has freed is needed again. "

@@ -10,10 +10,11 @@ Nothing is baked in silently: `fzero.capture.tracing` lists the refusals. A clos
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -34,9 +35,32 @@ from fzero.capture.tracing import lifted, trace
 from fzero.capture.varying import varying_metrics, warn_of_whole, without_equal
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.ir import fx_nodes, segments
+from fzero.ir.elsewhere import chosen_for, device_elsewhere, move, move_values, on_host
 from fzero.precision import LOW, Precision
 
+F = TypeVar("F", bound=Callable[..., Graph])
 
+
+def _anywhere(capture: F) -> F:
+    """`capture`, where the device of the state and the batch is elsewhere too (`fzero.ir.elsewhere`)."""
+
+    @functools.wraps(capture)
+    def called(step: Callable[..., Any], state: Any, batch: Any, **options: Any) -> Graph:
+        away = device_elsewhere(leaf for given in (state, batch) for leaf in tree.flatten(given)[1])
+        if away is None:
+            return capture(step, state, batch, **options)
+        with chosen_for(away):
+            graph = capture(step, tree.map(on_host, state), tree.map(on_host, batch), **options)
+        for gm in (graph.gm, *(region.gm for region in graph.regions)):
+            move(gm, away)
+        for region in graph.regions:
+            move_values(region.values, away)
+        return graph
+
+    return cast("F", called)
+
+
+@_anywhere
 def capture(
     step: Callable[..., Any],
     state: Any,

@@ -149,7 +149,7 @@ def _gelu(shape: _Shape, node: fx.Node) -> OwnKernel | None:
 def _pack(shape: _Shape, node: fx.Node) -> OwnKernel | None:
     stack: Any = node.args[0]
     clone, permute = shape.only(aten.clone.default), next(iter(node.users), None)
-    total = None if clone is None else shape.total_of(clone, clone.meta["val"][0, 0].numel())
+    total = None if clone is None else shape.total_of(clone, clone.meta["val"].shape[2:].numel())
     if clone is None or permute is None or total is None or shape.written(node) is not None:
         return None
     if not shape.is_whole(node, clone, total):

@@ -47,8 +47,9 @@ def lower(
 ) -> Lowered:
     """The step's program for any world size, ahead of time: no device, no process group, no full tensor.
 
-    With `Spec(device="cuda")` on a machine without CUDA it is the processor's, and `choices["device"]` says so;
-    `fzero fake-cuda SCRIPT` runs a script where it is CUDA's.
+    With `Spec(device="cuda")` it is CUDA's, with the ops that torch takes on an H100, on any machine. What the loss
+    itself asks of its device is answered by the processor where there is none, and `choices["device"]` says so;
+    `fzero fake-cuda SCRIPT` runs a script where CUDA answers.
 
     spec: the step and its sharding.
     params_like: a pytree of tensors (real, meta or fake: only shapes and dtypes are read) or the function of a key

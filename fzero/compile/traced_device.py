@@ -1,4 +1,4 @@
-"""traced_device: the device whose program `fzero.lower` makes on this machine."""
+"""traced_device: the device that `fzero.lower` makes a program for, on any machine."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import torch
 from fzero import backend
 from fzero._torch_compat import prepare_fake_cuda
 
-OTHER = (
-    "this is the program of {here}: torch cannot trace fake tensors of {asked} here, so the attention op and what "
-    "depends on the device are not those of {asked}. `fzero fake-cuda SCRIPT` runs a script where it can"
+ELSEWHERE = (
+    "traced on the processor, by the ops that torch takes on {asked}; what the step's own code asks of its device "
+    "(x.is_cuda, torch.autocast, the kernel of a recurrent cell) was answered by the processor. "
+    "`fzero fake-cuda SCRIPT` runs a script where {asked} answers"
 )
 
 
 def traced_device(asked: str | torch.device | None) -> tuple[torch.device, str]:
-    """(the device, what the user should know of it; "" where it is the one that was asked for).
+    """(the device, what the user should know of how its program came about; "" if it was traced there).
 
-    Shapes do not need a device, its own ops do. On a machine that has none, the program is the processor's, unless
-    this process was started by `fzero fake-cuda`.
+    On a machine that has none, a step is traced on the processor (`fzero.ir.elsewhere`), unless this process was
+    started by `fzero fake-cuda`.
 
     >>> traced_device(None)
     (device(type='cpu'), '')
     """
-    device, host = torch.device(asked or "cpu"), torch.device("cpu")
+    device = torch.device(asked or "cpu")
     calls = backend.of(device).calls
     if not calls.traceable():
-        return host, OTHER.format(here=host.type, asked=device.type)
+        return device, ELSEWHERE.format(asked=device.type)
     if not calls.available():
         prepare_fake_cuda()
     return device, ""

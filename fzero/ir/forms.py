@@ -17,11 +17,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero._torch_compat import FakeTensor, FakeTensorMode, OpOverload, fake_by_kernel, fake_of_form, fake_rule
+from fzero import backend
+from fzero._torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    fake_by_kernel,
+    fake_of_form,
+    fake_rule,
+    lying_on,
+)
 from fzero.ir import fx_values, in_place
 from fzero.ir.op_info import of
 
 aten = torch.ops.aten
+HOST = torch.device("cpu")
 MOST = 20_000  # calls that are kept
 _TAGS = {
     torch.Tag.data_dependent_output,
@@ -44,15 +54,17 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands, op is aten.as_strided.default)
     if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):
         return rule(*args, **kwargs)
-    key = (op, key, torch.get_default_dtype())
+    key = (op, key, torch.get_default_dtype(), away := backend.traced_device())
     forms = _kept.get(key)
     if forms is None:
         result = _asked(op, rule, args, kwargs, operands)
         if key not in _kept:
             if len(_kept) >= MOST:
                 _kept.clear()
-            _kept[key] = _forms(operands, [result] if kind is torch.Tensor else result, _shares(op))
-        return result
+            found = _forms(operands, [result] if kind is torch.Tensor else result, _shares(op))
+            _kept[key] = found if away is None else _there(away, op, rule, args, kwargs, operands) or found
+        if away is None or (forms := _kept[key]) is None:
+            return result
     made = [None if form is None else fake_of_form(operands[0], *form) for form in forms]
     return made[0] if kind is torch.Tensor else kind(made)
 
@@ -66,6 +78,19 @@ def _asked(
             if _settled(op, fx_values.tensors(result if isinstance(result, (list, tuple)) else [result])):
                 return result
     return rule(*args, **kwargs)
+
+
+def _there(
+    device: torch.device, op: OpOverload, rule: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+    operands: Sequence[FakeTensor],
+) -> list[tuple[Any, ...] | None] | None:  # fmt: skip
+    """The forms of the results of operands of a device that is elsewhere, which lie on the processor in a trace: rules
+    say other dtypes for statistics there. None where the rule asks the device itself, as for a convolution."""
+    with lying_on(device, operands), contextlib.suppress(RuntimeError, AssertionError):
+        result = _asked(op, rule, args, kwargs, operands)
+        forms = _forms(operands, [result] if isinstance(result, torch.Tensor) else result, _shares(op))
+        return forms and [None if form is None else (*form[:-1], HOST) for form in forms]
+    return None
 
 
 def _alike(op: OpOverload, operands: Sequence[FakeTensor]) -> bool:

@@ -28,6 +28,7 @@ from fzero._torch_compat import (
     graph_module,
 )
 from fzero.ir import forms, fx_nodes
+from fzero.ir.elsewhere import chosen_for, device_elsewhere, move, on_host
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -127,11 +128,16 @@ def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphMo
 
     Nothing is made pure, and nothing is refused. `inputs` are fake tensors, whose mode is on. One thread at a time.
     """
+    if (away := device_elsewhere(inputs)) is not None:
+        inputs = [*map(on_host, inputs)]
     recorder = Recorder()
     for i, value in enumerate(inputs):
         recorder.placeholder(f"arg{i}_1", value)
-    with ONE_THREAD, recorder, autocast_uncached(), fx_tracing():
+    with chosen_for(away), ONE_THREAD, recorder, autocast_uncached(), fx_tracing():
         result = fn(*inputs)
     recorder.graph.output(recorder.operand(result))
     fx_nodes.drop_dead(recorder.graph)
-    return graph_module(recorder.graph, recorder.root)
+    gm = graph_module(recorder.graph, recorder.root)
+    if away is not None:
+        move(gm, away)
+    return gm

@@ -159,7 +159,7 @@ def bias_corrections(count: Tensor, lr: Tensor, beta1: float, beta2: float) -> t
 def corrections(count: Tensor, lr: Tensor, beta1: float, beta2: float) -> tuple[Tensor, ...]:
     """The last operands of `adamw` and `adamw8`: one `bias_corrections` for all leaves, if fzero's kernels run on the
     device. aten's kernel makes its own."""
-    return bias_corrections(count, lr, beta1, beta2) if backend.of(count.device).has_kernels else ()
+    return bias_corrections(count, lr, beta1, beta2) if backend.of_traced(count.device).has_kernels else ()
 
 
 @_op("(Tensor new, Tensor old) -> Tensor")

@@ -33,7 +33,7 @@ from fzero.planner.tensor_rules import tensor_rules
 from fzero.spec import Spec, check_spec
 
 GAIN = 0.03  # of the default's seconds; what a preset's figures are worth
-OTHER_OPS = "; the ops are the processor's: `fzero fake-cuda SCRIPT` plans with the device's"
+ELSEWHERE = "; traced on the processor, by the device's ops: what the loss asks of its device, the processor answered"
 
 
 @short_tracebacks
@@ -86,8 +86,8 @@ def plan(
         problem = problem_of(one.in_phase(phase), params_like, batch_like, world_size, hardware, memory)
         found = answered(problem, most, partial(_planned, problem, most))
         if problem.spec.device != one.device:
-            ops = OTHER_OPS if traced_device(problem.spec.device)[1] else ""
-            device = Choice(problem.spec.device, f"the type of {problem.hardware.name}{ops}", CHOSEN)
+            how = ELSEWHERE if traced_device(problem.spec.device)[1] else ""
+            device = Choice(problem.spec.device, f"the type of {problem.hardware.name}{how}", CHOSEN)
             found = replace(found, choices={**found.choices, "device": device})
         return found if one.phases is None else _in_phase(found, one, phase or one.phases.first)
 

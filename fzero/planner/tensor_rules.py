@@ -110,7 +110,8 @@ def forward_of(problem: Problem, rows: int) -> Forward:
         return state, {"loss": found[0] if isinstance(found, tuple) else found}
 
     params = tree.map(cast, problem.params_like)
-    lowered = lower(Spec(step=step, zero=0, mesh={"dp": 1}), {"params": params}, problem.batch_of(rows), world_size=1)
+    alone = Spec(step=step, zero=0, mesh={"dp": 1}, device=spec.device)
+    lowered = lower(alone, {"params": params}, problem.batch_of(rows), world_size=1)
     return Forward(lowered.graph.gm, tuple(lowered.graph.state_paths))
 
 

@@ -30,7 +30,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if func not in LAYERS:
         return _cell(*args) if _fits_cell(args, kwargs) else func(*args, **kwargs)
     if not _fits(func, args, kwargs):
-        with _decomposed(any(isinstance(x, Tensor) and backend.of(x.device).on_streams for x in args)):
+        with _decomposed(any(isinstance(x, Tensor) and backend.of_traced(x.device).on_streams for x in args)):
             return func(*args, **kwargs)
     return _layers(KINDS[func], *args)
 
@@ -51,7 +51,7 @@ def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _fits_cell(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if len(args) not in (4, 6) or kwargs or in_functorch() or torch.is_autocast_enabled(args[0].device.type):
         return False
-    if not backend.of(args[0].device).on_host:  # CUDA has a kernel of its own for a cell
+    if not backend.of_traced(args[0].device).on_host:  # CUDA has a kernel of its own for a cell
         return False
     tensors = [args[0], *_states(args[1]), *args[2:]]
     if not all(isinstance(x, Tensor) for x in tensors) or not _alike(tensors) or len(tensors) != len(args) + 1:
@@ -127,7 +127,9 @@ def _direction(
 def _has_onednn(x: Tensor) -> bool:
     """Whether torch would take oneDNN's LSTM for `x`. In bf16 it is the nearer to exact numbers: it rounds results
     alone."""
-    if not (backend.of(x.device).on_host and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+    if not (
+        backend.of_traced(x.device).on_host and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    ):
         return False
     return x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and onednn_has_bf16())
 
@@ -172,7 +174,7 @@ def _differentiable(
     has_biases = weights[2] is not None
     params = [w for w in weights if w is not None]
     start: Any = h[None] if c is None else (h[None], c[None])
-    with unreplaced(), _decomposed(backend.of(x.device).on_streams):
+    with unreplaced(), _decomposed(backend.of_traced(x.device).on_streams):
         outs = _FUNCTIONS[kind](x.flip(0) if reverse else x, start, params, has_biases, 1, 0.0, True, False, False)
     ys = outs[0].flip(0) if reverse else outs[0]
     wanted = [t for t in operands if t is not None and t.requires_grad]

@@ -1,8 +1,9 @@
-"""fake_cuda_command: `fzero fake-cuda`, which starts Python where `fzero.lower` gives CUDA's program without a device.
+"""fake_cuda_command: `fzero fake-cuda`, which starts Python where CUDA answers a trace, without a device.
 
-There CUDA exists for fake tensors alone: they can be traced, and nothing can be computed. What torch's C++ asks
-of a device is in one small library (`fzero._torch_compat.fake_cuda`), which must be loaded before torch is. So it is a
-process of its own:
+`fzero.lower` gives CUDA's program anyway (`fzero.ir.elsewhere`). There a loss may ask for its device as well, and
+Inductor's kernels are counted. CUDA exists for fake tensors alone: they can be traced, and nothing can be computed.
+What torch's C++ asks of a device is in one small library (`fzero._torch_compat.fake_cuda`), which must be loaded before
+torch is. So it is a process of its own:
 
     fzero fake-cuda train.py                                            a script that calls fzero.lower
     fzero fake-cuda -m fzero explain train.py:problem --hardware h100   a module

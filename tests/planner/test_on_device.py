@@ -49,8 +49,9 @@ def problem(size_name: str, machine: str, compile: str | None) -> Problem:
 )
 def test_a_recorded_step_is_foretold(record: str, size: str, row: str, machine: str, compile: str | None) -> None:
     """The complaint: a plan priced each loop over elements by itself, which a device runs fused: it said 41 % too much
-    of a Llama."""
+    of a Llama; and where there was no device its ops were the processor's, which keep 16 % more."""
     recorded = json.loads((RESULTS / f"{record}.json").read_text())["sizes"][size]["rows"][row]
     of, mesh = problem(size, machine, compile), Mesh((("dp", 1),))
     found = takes(of, replace(of.spec, device_bytes=None), mesh, by_rates(of.machine, mesh, once=True))
     assert found.seconds == pytest.approx(recorded["step_s"], rel=0.05)
+    assert found.peak == pytest.approx(recorded["live_peak_bytes"], rel=0.03)  # by shallow programs

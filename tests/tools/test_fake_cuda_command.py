@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from workers import ops_on_fake_cuda as worker
 
-from fzero._torch_compat.fake_cuda import _attention, _kernel
+from fzero._torch_compat.device_choices import _attention, _kernel
 from fzero.tools import fake_cuda_command
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +45,7 @@ def test_a_kernel_where_one_does() -> None:
 
 
 @pytest.fixture(scope="module")
-def ops() -> dict[str, list[str]]:
+def told() -> dict[str, Any]:
     """What the worker told."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FZERO_CACHE", str(ROOT / "runs" / "standin"))
@@ -52,7 +54,14 @@ def ops() -> dict[str, list[str]]:
     worker = ROOT / "tests" / "support" / "workers" / "ops_on_fake_cuda.py"
     done = subprocess.run([sys.executable, str(worker)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture
+def ops(told: dict[str, Any]) -> dict[str, list[str]]:
+    """Of losses, by name."""
+    found: dict[str, list[str]] = told["ops"]
     return found
 
 
@@ -113,3 +122,30 @@ def test_a_kernel_that_is_switched_off() -> None:
         on.enable_cudnn_sdp(before[0])
         on.enable_flash_sdp(before[1])
     assert found == ["cudnn", "flash", "efficient"]
+
+
+ANSWERED_BY_THE_DEVICE = {
+    "the device by name",
+    "gru cell",
+    "ctc",
+    "dropout by products",
+    "autocast",
+    "capability",
+    "closed over",
+}
+
+
+class TestElsewhere:
+    """Traced on the processor, and moved: as this process does, without a device."""
+
+    pytestmark = needs_fakes
+
+    @pytest.mark.parametrize("case", worker.LOSSES.keys() - ANSWERED_BY_THE_DEVICE)
+    def test_losses_have_the_devices_ops(self, ops: dict[str, list[str]], case: str) -> None:
+        assert worker.ops(worker.LOSSES[case]) == ops[case]
+
+    @pytest.mark.parametrize("how", worker.SPECS)
+    @pytest.mark.parametrize("name", worker.MODELS)
+    def test_programs_are_those_of_fake_tensors_of_the_device(self, told: dict[str, Any], name: str, how: str) -> None:
+        """The complaint: where there was no device a plan had the processor's ops, and a Llama 16 % too much memory."""
+        assert worker.program(name, worker.SPECS[how]) == told["programs"][f"{name}, {how}"]

@@ -1,18 +1,20 @@
-"""The ops of small losses on CUDA, by name, as one line of JSON: run by test_fake_cuda_command.py in the process of
-`fzero fake-cuda`."""
+"""The ops of small losses on CUDA, and the programs of small models, by name, as one line of JSON: run by
+test_fake_cuda_command.py in the process of `fzero fake-cuda`, and read by test_elsewhere.py in one without."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fzero
+from benchmarks.model import Size, empty_model
+from fzero.interop import from_module
 from fzero.ir import fx_nodes
 
 ROWS, WIDTH = 4, 16
@@ -88,5 +90,57 @@ def ops(fn: Callable[[Tensor], Tensor]) -> list[str]:
     return sorted({str(n.target) for n in nodes})
 
 
+def model(family: str) -> tuple[Any, Callable[[Any, Any], Tensor], Any]:
+    """(the shapes of the parameters, the loss, the batch) of a language model."""
+    size = Size(2, width=32, heads=4, vocabulary=64, sequence=16, batch=2, inner=64, family=family)
+    with torch.device("meta"):
+        params, buffers, apply = from_module(empty_model(size))
+    tokens = torch.empty(2, 16, dtype=torch.int64, device="meta")
+    return params, lambda p, b: apply(p, buffers, b["x"], b["y"]), {"x": tokens, "y": tokens}
+
+
+def layers(*of: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[Any, Callable[[Any, Any], Tensor], Any]]:
+    """The same of layers, one after the other, on a batch of this shape."""
+
+    def made() -> tuple[Any, Callable[[Any, Any], Tensor], Any]:
+        params, buffers, apply = from_module(nn.Sequential(*of))
+
+        def loss(p: Any, x: Tensor) -> Tensor:
+            y = apply(p, buffers, x)
+            return (y[0] if isinstance(y, tuple) else y).float().square().mean()
+
+        return params, loss, torch.empty(shape)
+
+    return made
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Callable[[Any, Any], Tensor], Any]]] = {
+    "gpt": lambda: model("gpt"),
+    "llama": lambda: model("llama"),
+    "convolutions": layers(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, groups=2, bias=False),
+        nn.ConvTranspose2d(8, 4, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.AdaptiveAvgPool2d(2),
+        shape=(2, 3, 16, 16),
+    ),
+    "one dim": layers(nn.Conv1d(4, 8, 3, padding=1), nn.Mish(), nn.Conv1d(8, 8, 4, groups=8), shape=(2, 4, 12)),
+    "norms": layers(nn.LayerNorm(16), nn.RMSNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Softmax(-1), shape=(2, 8, 16)),
+    "recurrent": layers(nn.LSTM(16, 8, 2, batch_first=True), shape=(2, 6, 16)),
+}  # fmt: skip
+SPECS: dict[str, dict[str, Any]] = {
+    "zero 3": {"mesh": {"dp": 2}, "zero": 3},
+    "bf16": {"mesh": {"dp": 2}, "zero": 1, "precision": "bf16", "microbatches": 2, "remat": "full"},
+}
+
+
+def program(name: str, fields: Mapping[str, Any]) -> list[Any]:
+    """What a program of a model says: its ops and peak, and those of its segments."""
+    params, loss, batch = MODELS[name]()
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-3), device="cuda", **fields)
+    lowered = fzero.lower(spec, params, batch, world_size=2)
+    graphs = [str(gm.graph) for gm in lowered.program.segments.values()]
+    return [lowered.memory.peak, str(lowered.program), graphs]
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: ops(fn) for name, fn in LOSSES.items()}))
+    programs = {f"{name}, {how}": program(name, fields) for name in MODELS for how, fields in SPECS.items()}
+    print(json.dumps({"ops": {name: ops(fn) for name, fn in LOSSES.items()}, "programs": programs}))

@@ -1,0 +1,125 @@
+"""device_choices: the ops that torch takes on a CUDA device, where it would take others or take them apart.
+
+torch chooses some ops by the device of their operands, in C++: attention (sdp_utils.cpp: 2.11.0, 2.13.0), and those of
+`WHOLE`. So what is traced on the processor for a device, and what is traced on fake tensors of it, gets an H100's here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # 2.11.0, 2.13.0
+from torch._decomp import decomposition_table  # 2.11.0, 2.13.0
+
+from fzero._torch_compat.fakes import is_fake
+from fzero._torch_compat.trace import ONE_THREAD
+
+WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
+aten = torch.ops.aten
+_here = threading.local()  # on: whether this thread traces for a device
+
+
+def choose_as_a_device(backend: str) -> torch.library.Library:
+    """Gives tensors of a dispatcher's backend ("CUDA", "CPU") the ops of a device, for as long as the library lives.
+    On the processor, that is in `chosen_for_a_device` alone."""
+    library = torch.library.Library("aten", "IMPL")
+    for key in (backend, f"Autograd{backend}"):
+        library.impl("scaled_dot_product_attention", _attention if backend == "CUDA" else _attention_here, key)
+    for name in WHOLE:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", backend):
+            library.impl(name, _never_run if backend == "CUDA" else _apart(name), backend)
+    if backend == "CPU":
+        library.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], backend)
+    return library
+
+
+@contextmanager
+def chosen_for_a_device() -> Iterator[None]:
+    """Within it this thread traces tensors of the processor by the ops of a device. Other threads compute as ever."""
+    with ONE_THREAD:  # the ops of a process are registered once
+        library = choose_as_a_device("CPU")
+        _here.on = True
+        try:
+            yield
+        finally:
+            _here.on = False
+            library._destroy()
+
+
+def _never_run(*_: Any) -> Any:
+    raise NotImplementedError("there is no device here")
+
+
+def _apart(name: str) -> Callable[..., Any]:
+    """An op in its parts: what other threads compute with it."""
+
+    def call(*args: Any) -> Any:
+        return getattr(aten, name).default.decompose(*args)
+
+    return call
+
+
+def _attention_here(*args: Any, **options: Any) -> Any:
+    if getattr(_here, "on", False) and is_fake(_unwrapped(args[0])):  # not of a value that is known
+        return _attention(*args, **options)
+    return aten.scaled_dot_product_attention.default.decompose(*args, **options)
+
+
+def _unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without what transforms of torch.func have put around it (2.11.0, 2.13.0)."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`F.scaled_dot_product_attention` by the kernel that torch takes."""
+    kernel = _kernel(query, key, value, attn_mask, is_causal)
+    if kernel == "math":
+        found: Any = aten._scaled_dot_product_attention_math.default(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+        return found[0]
+    if kernel == "flash":
+        flash = aten._scaled_dot_product_flash_attention.default
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    if kernel == "cudnn":
+        found = aten._scaled_dot_product_cudnn_attention.default(
+            query, key, value, attn_mask, True, dropout_p, is_causal, False, scale=scale
+        )
+        return found[0]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    found = aten._scaled_dot_product_efficient_attention.default(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )
+    return found[0]
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> str:  # fmt: skip
+    """Of those that are switched on: cuDNN's for 16 bits (torch >= 2.11 on sm_90), but for a mask with a gradient; the
+    flash kernel for 16 bits without a mask; the memory-efficient one. Plain products where none takes it: other than
+    four dims, 64 bits, widths that 16 bytes do not divide."""
+    on, widths = torch.backends.cuda, (query.shape[-1], value.shape[-1])
+    if query.dim() != 4 or query.dtype is torch.float64 or any(w * query.itemsize % 16 for w in widths):
+        return "math"
+    narrow, square = query.dtype in (torch.bfloat16, torch.float16), query.shape[-2] == key.shape[-2]
+    refused = mask is not None and (mask.requires_grad or mask.dim() not in (2, 4))
+    if narrow and on.cudnn_sdp_enabled() and max(widths) <= 128 and key.shape[-2] > 1 and not refused:
+        return "cudnn"
+    if narrow and on.flash_sdp_enabled() and mask is None and widths[0] == widths[1] <= 256 and square >= causal:
+        return "flash"
+    return "efficient" if on.mem_efficient_sdp_enabled() else "math"

@@ -1,0 +1,100 @@
+"""What is of a device that is not here is traced on the processor, by the ops of the device, and moved there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fzero import backend
+from fzero._torch_compat import FakeTensorMode, fake_empty
+from fzero.ir import elsewhere, fx_nodes
+from fzero.ir.recorder import record
+
+CUDA = torch.device("cuda", 0)
+pytestmark = pytest.mark.skipif(backend.CUDA.calls.traceable(), reason="of a machine without a device")
+
+
+def traced(fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Any]:
+    """(op, the dtypes of its results, their devices) of a function of fake tensors of CUDA."""
+    mode = FakeTensorMode()
+    given = [fake_empty(mode, shape, dtype, CUDA) for shape in shapes]
+    with mode:
+        gm = record(fn, given)
+    found = []
+    for node in gm.graph.nodes:
+        if fx_nodes.is_compute(node):
+            values = node.meta["val"]
+            values = values if isinstance(values, (list, tuple)) else [values]
+            found.append((str(node.target), [v.dtype for v in values], {v.device for v in values}))
+    return found
+
+
+def test_ops_are_the_devices_and_lie_there() -> None:
+    (norm, *_), (attention, *_) = (
+        [row for row in traced(fn, (2, 4, 8, 16)) if name in row[0]]
+        for fn, name in (
+            (lambda x: F.rms_norm(x, (16,)), "norm"),
+            (lambda x: F.scaled_dot_product_attention(x, x, x), "att"),
+        )
+    )
+    assert norm[0] == "aten._fused_rms_norm.default"
+    assert norm[2] == {CUDA}
+    assert attention[0] == "aten._scaled_dot_product_efficient_attention.default"
+
+
+def test_statistics_have_the_dtype_that_they_have_there() -> None:
+    """On the processor those of bf16 are bf16."""
+    ((_, dtypes, _),) = [
+        row for row in traced(lambda x: F.layer_norm(x, (16,)), (4, 16), dtype=torch.bfloat16) if "layer_norm" in row[0]
+    ]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def test_factories_of_a_trace_lie_there() -> None:
+    rows = traced(lambda x: x + torch.arange(4, device=x.device), (4,))
+    assert {device for _, _, devices in rows for device in devices} == {CUDA}
+
+
+def test_what_python_asks_of_the_device_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~mask` and `x[0]` of fake tensors of CUDA ask torch's C++ for a guard of the device, which is not there."""
+    rows = traced(lambda x: x[0].masked_fill(~(x[0] > 0), 0), (2, 3))
+    assert any("bitwise_not" in name for name, *_ in rows)
+
+
+def test_other_threads_compute_as_ever() -> None:
+    x = torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
+
+    def computed(out: list[Tensor]) -> None:
+        y = x.clone().requires_grad_()
+        value = F.scaled_dot_product_attention(y, y, y, is_causal=True) + F.rms_norm(y, (8,))
+        value.square().sum().backward()
+        assert y.grad is not None
+        out += [value.detach(), y.grad]
+
+    expected, found = list[Tensor](), list[Tensor]()
+    computed(expected)
+    with elsewhere.chosen_for(CUDA):
+        thread = threading.Thread(target=computed, args=(found,))
+        thread.start()
+        thread.join()
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_nothing_is_left_behind() -> None:
+    x = torch.randn(4, 8)
+    expected = F.rms_norm(x, (8,))
+    with elsewhere.chosen_for(CUDA):
+        assert backend.of_traced(x.device) is backend.CUDA
+    assert backend.of_traced(x.device) is backend.CPU
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CPU")
+    assert torch.equal(F.rms_norm(x, (8,)), expected)
+
+
+def test_what_can_be_traced_here_is() -> None:
+    assert elsewhere.device_elsewhere([torch.empty(2), torch.empty(2, device="meta"), 3]) is None
