@@ -140,7 +140,7 @@ class TestElsewhere:
 
     pytestmark = needs_fakes
 
-    @pytest.mark.parametrize("case", worker.LOSSES.keys() - ANSWERED_BY_THE_DEVICE)
+    @pytest.mark.parametrize("case", sorted(worker.LOSSES.keys() - ANSWERED_BY_THE_DEVICE))
     def test_losses_have_the_devices_ops(self, ops: dict[str, list[str]], case: str) -> None:
         assert worker.ops(worker.LOSSES[case]) == ops[case]
 
