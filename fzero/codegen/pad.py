@@ -55,9 +55,9 @@ def _with_pads(gm: fx.GraphModule) -> fx.GraphModule:
         for node in list(graph.nodes):
             if is_odd(node):
                 pads.replace(node)
-        done = segments.module(graph)
         try:
-            return forms.propagate(done, [n.meta["val"] for n in fx_nodes.placeholders(graph)])
+            forms.renew(graph)
+            return segments.module(graph)
         except (RuntimeError, ValueError):  # as a view raises them
             if contiguous:
                 raise

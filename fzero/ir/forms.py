@@ -189,6 +189,33 @@ def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphMod
     return gm
 
 
+def renew(graph: fx.Graph) -> None:
+    """Sets `meta["val"]` of nodes that have none, and anew of those that read a value whose form is another by that. The
+    others keep theirs."""
+    changed = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op != "call_function" or ("val" in node.meta and changed.isdisjoint(node.all_input_nodes)):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        before = node.meta.get("val")
+        node.meta["val"] = value = _value(node, args, kwargs, [n.meta["val"] for n in node.all_input_nodes])
+        if before is None or [*map(_form, fx_values.tensors(before))] != [*map(_form, fx_values.tensors(value))]:
+            changed.add(node)
+
+
+def _form(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
+
+
+def _value(node: fx.Node, args: Any, kwargs: Any, given: Iterable[Any]) -> Any:
+    """A node's value. given: some values, of which one may be fake."""
+    mode = next((v.fake_mode for v in given if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    with mode:
+        if isinstance(node.target, OpOverload):
+            return run(node.target, args, kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, Any]:
     """The (fake) value of every node from these (fake) inputs."""
     value_of: dict[fx.Node, Any] = {}
@@ -198,8 +225,5 @@ def shapes(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> dict[fx.Node, 
             value_of[node] = next(feed)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: value_of[n])
-            mode = next((v.fake_mode for v in value_of.values() if isinstance(v, FakeTensor)), None) or FakeTensorMode()
-            with mode:
-                kept = isinstance(node.target, OpOverload)
-                value_of[node] = run(node.target, args, kwargs) if kept else node.target(*args, **kwargs)
+            value_of[node] = _value(node, args, kwargs, value_of.values())
     return value_of
