@@ -190,8 +190,8 @@ def propagate(gm: fx.GraphModule, inputs: Iterable[torch.Tensor]) -> fx.GraphMod
 
 
 def renew(graph: fx.Graph) -> None:
-    """Sets `meta["val"]` of nodes that have none, and anew of those that read a value whose form is another by that. The
-    others keep theirs."""
+    """Sets `meta["val"]` of nodes that have none, and anew of those that read a value whose form is another by that.
+    The others keep theirs."""
     changed = set[fx.Node]()
     for node in graph.nodes:
         if node.op != "call_function" or ("val" in node.meta and changed.isdisjoint(node.all_input_nodes)):

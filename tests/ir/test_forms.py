@@ -40,5 +40,4 @@ def test_a_value_that_was_missing_renews_its_readers() -> None:
     before = nodes["mm"].meta.pop("val"), nodes["t"].meta["val"]
     forms.renew(graph)
     assert nodes["mm"].meta["val"].stride() == before[0].stride()
-
     assert nodes["t"].meta["val"] is not before[1]
