@@ -15,6 +15,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # 2.11.0, 2.13.0
 from torch._decomp import decomposition_table  # 2.11.0, 2.13.0
 
+from fzero._torch_compat.device_autocast import autocast_here, cast_as_a_device
 from fzero._torch_compat.fakes import is_fake
 from fzero._torch_compat.trace import ONE_THREAD
 
@@ -42,12 +43,18 @@ def chosen_for_a_device() -> Iterator[None]:
     """Within it this thread traces tensors of the processor by the ops of a device. Other threads compute as ever."""
     with ONE_THREAD:  # the ops of a process are registered once
         library = choose_as_a_device("CPU")
+        cast_as_a_device(library, _is_here)
         _here.on = True
         try:
-            yield
+            with autocast_here(_is_here):
+                yield
         finally:
             _here.on = False
             library._destroy()
+
+
+def _is_here() -> bool:
+    return getattr(_here, "on", False)
 
 
 def _never_run(*_: Any) -> Any:
@@ -64,7 +71,7 @@ def _apart(name: str) -> Callable[..., Any]:
 
 
 def _attention_here(*args: Any, **options: Any) -> Any:
-    if getattr(_here, "on", False) and is_fake(_unwrapped(args[0])):  # not of a value that is known
+    if _is_here() and is_fake(_unwrapped(args[0])):  # not of a value that is known
         return _attention(*args, **options)
     return aten.scaled_dot_product_attention.default.decompose(*args, **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from workers import ops_on_fake_cuda as worker
 
+from fzero._torch_compat import device_autocast
 from fzero._torch_compat.device_choices import _attention, _kernel
 from fzero.tools import fake_cuda_command
 
@@ -129,10 +131,20 @@ ANSWERED_BY_THE_DEVICE = {
     "gru cell",
     "ctc",
     "dropout by products",
-    "autocast",
     "capability",
     "closed over",
 }
+
+
+@pytest.mark.parametrize(("kind", "macro"), [("narrow", "LOWER_PRECISION_FP"), ("wide", "FP32"), ("wide by dtype", "FP32_SET_OPT_DTYPE"), ("widest", "PROMOTE")])  # fmt: skip
+def test_autocast_has_torchs_lists(kind: str, macro: str) -> None:
+    """But for what no user calls, and `norm`, whose two forms torch registers apart."""
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    body = re.split(r"\n(?!.*\n?  _\()", header.partition(f"#define AT_FORALL_{macro}(_)")[2])[0]
+    listed = {".".join(part.strip() for part in found.split(",")) for found in re.findall(r"_\(([\w, ]+)\)", body)}
+    own = set(device_autocast.KINDS[kind].split())
+    within = {name for name in listed if name.startswith(("_convolution", "_thnn", "_scaled_dot"))}
+    assert own - {"norm.Scalar", "norm.ScalarOpt_dim"} == listed - within
 
 
 class TestElsewhere:

@@ -50,6 +50,16 @@ def autocast(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(heads(x), heads(x), heads(x))
 
 
+def narrow(fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+    """A function of a product, under autocast."""
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype):
+            return fn(x @ x.new_ones(WIDTH, WIDTH)).float()
+
+    return call
+
+
 def attended(count: int = 2, width: int = 8, **options: Any) -> Callable[[Tensor], Tensor]:
     """Attention of 2 heads in k and v, in bf16."""
 
@@ -73,6 +83,15 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "wide": attended(width=256),
     "dropout by products": by_products,
     "autocast": autocast,
+    "autocast, norms": narrow(lambda y: F.layer_norm(F.rms_norm(y, (WIDTH,)), (WIDTH,)), torch.bfloat16),
+    "autocast, softmax": narrow(lambda y: y.softmax(-1) @ y.cumsum(-1).t(), torch.bfloat16),
+    "autocast, cross entropy": narrow(
+        lambda y: F.cross_entropy(y, torch.zeros(ROWS, dtype=torch.int64, device=y.device)), torch.bfloat16
+    ),
+    "autocast in its dtype": narrow(lambda y: torch.einsum("ij,kj->ik", y, y.exp()).sum(-1) + F.gelu(y).norm()),
+    "autocast, losses": narrow(
+        lambda y: F.mse_loss(y, y.square()) + F.binary_cross_entropy_with_logits(y, y.sigmoid())
+    ),
     "capability": lambda x: x.tanh() if torch.cuda.get_device_capability(x.device)[0] == 9 else x.exp(),
     "closed over": lambda x: x + CLOSED_OVER,
 }
@@ -128,6 +147,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Callable[[Any, Any], Tensor], Any]]] =
 }  # fmt: skip
 SPECS: dict[str, dict[str, Any]] = {
     "zero 3": {"mesh": {"dp": 2}, "zero": 3},
+    "autocast": {"mesh": {"dp": 2}, "precision": "autocast"},
     "bf16": {"mesh": {"dp": 2}, "zero": 1, "precision": "bf16", "microbatches": 2, "remat": "full"},
 }
 
