@@ -95,7 +95,7 @@ class Checkpointer:
         disk: Disk | None = None,
     ) -> None:
         """Raises CheckpointError for an option out of range."""
-        self.dir: Path = Path(dir)
+        self.dir: Path = Path(dir).absolute()  # a program may go to another directory while a thread writes
         self.every: int | None = every
         self.keep: int | None = keep
         self.background: bool = background

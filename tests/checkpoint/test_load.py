@@ -425,6 +425,24 @@ def test_a_run_gives_its_newest_committed_step(trained: tuple[fzero.State, Path]
         ) else None
 
 
+FOLDERS = [
+    (("fzero", "trainer_state.json", "model.safetensors"), r"a Trainer wrote it\. Give its folder 'fzero'"),
+    ((".metadata", "__0_0.distcp"), r"fzero\.init\(fzero\.interop\.dcp\(folder, like=params\), spec\)"),
+    (("model.safetensors",), r"but safetensors\. Give fzero\.init\(fzero\.interop\.safetensors\("),
+    (("latest", "global_step10"), r"DeepSpeed wrote it\. Import it first: fzero import-deepspeed"),
+    (("step-00000001",), r"no committed checkpoint \(step-00000001 began and did not end\)"),
+    ((), "no committed checkpoint$"),
+]
+
+
+@pytest.mark.parametrize(("names", "said"), FOLDERS, ids=[said[:20] for _, said in FOLDERS])
+def test_a_folder_that_others_wrote_says_what_reads_it(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=said):
+        fzero.load(tmp_path, sgd_spec())
+
+
 def test_every_difference_is_shown_and_nothing_is_loaded(trained: tuple[fzero.State, Path]) -> None:
     _, run = trained
     like = {"w": torch.zeros(4), "x": torch.zeros(2, 2, dtype=torch.float64), "xx": torch.zeros(1)}
