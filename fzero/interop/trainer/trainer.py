@@ -49,6 +49,7 @@ class Mixin(CheckpointFiles):
         self._counted = False
         self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
         self._window: list[Any] = []
+        self._unshaped: Iterator[Any] = iter(())  # a window's batches as they came
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
         self._warned = False
@@ -115,6 +116,7 @@ class Mixin(CheckpointFiles):
         together = self.args.world_size > 1 and self._shapes.pads_to() > 0
         with data_ranks.alone(self.accelerator) if together else contextlib.nullcontext():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._unshaped = iter(batches)
         own = float(items) if together and items is not None else 0.0
         batches, _, _, total = self._shapes.shaped(batches, self.args.train_batch_size, own)
         self._window = []
@@ -172,6 +174,10 @@ class Mixin(CheckpointFiles):
         if self._flops_per_element is None:
             self._flops_per_element = super().floating_point_ops(inputs) // size
         return self._flops_per_element * size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """transformers' count, of a batch without the rows and the places that were added to it."""
+        super()._track_num_input_tokens(next(self._unshaped, inputs))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """transformers' log, with the planned peak of the step's program in bytes. In `compute_loss`: the step's
