@@ -125,7 +125,11 @@ def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[
     make_directories(run, disk)
     release = disk.lock(run / LOCK)
     if release is None:
-        raise CheckpointError(run, "another save into this directory is at work: give every run a directory of its own")
+        raise CheckpointError(
+            run,
+            "another save into this directory is at work: give every run a directory of its own. Is it this run's "
+            "Checkpointer, save by saver.save(state), which waits for it",
+        )
     try:
         clean(run, disk)
         final = run / records.step_name(step)

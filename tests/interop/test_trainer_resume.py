@@ -72,7 +72,12 @@ def test_tokens_are_counted_as_by_transformers(counted: str, tmp_path: Path) -> 
     seen = []
     for kind in (STOCK, OURS):
         for resumed in (None, str(tmp_path / kind / "checkpoint-2")):
-            options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "include_num_input_tokens_seen": counted}
+            options = {
+                "max_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "include_num_input_tokens_seen": counted,
+            }
             model = seeded(lambda: bert("BertForSequenceClassification", num_labels=3))
             more = {"pad_to": 32} if kind == OURS else {}
             made = run(kind, tmp_path / kind, model, classified(5, 0), padded, resumed, **options, **more)
