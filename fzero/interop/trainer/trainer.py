@@ -46,13 +46,11 @@ class Mixin(CheckpointFiles):
         self.engine: Engine | None = None
         self._held: weights.HeldModule | None = None
         self._items: Any = None
-        self._counted = False
+        self._counted = self._warned = False
         self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
         self._window: list[Any] = []
-        self._unshaped: Iterator[Any] = iter(())  # a window's batches as they came
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
-        self._warned = False
         self._shapes = BatchShapes(self, self._mesh)
         self._given_optimizer = (bound.get("optimizers") or (None, None))[0]
         super().__init__(model, args, *more, **named)
@@ -116,7 +114,6 @@ class Mixin(CheckpointFiles):
         together = self.args.world_size > 1 and self._shapes.pads_to() > 0
         with data_ranks.alone(self.accelerator) if together else contextlib.nullcontext():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._unshaped = iter(batches)
         own = float(items) if together and items is not None else 0.0
         batches, _, _, total = self._shapes.shaped(batches, self.args.train_batch_size, own)
         self._window = []
@@ -177,7 +174,7 @@ class Mixin(CheckpointFiles):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """transformers' count, of a batch without the rows and the places that were added to it."""
-        super()._track_num_input_tokens(next(self._unshaped, inputs))
+        super()._track_num_input_tokens(next(self._shapes.given, inputs))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """transformers' log, with the planned peak of the step's program in bytes. In `compute_loss`: the step's
