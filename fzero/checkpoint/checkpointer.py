@@ -95,7 +95,7 @@ class Checkpointer:
         disk: Disk | None = None,
     ) -> None:
         """Raises CheckpointError for an option out of range."""
-        self.dir: Path = Path(dir)
+        self.dir: Path = Path(dir).absolute()  # a program may go to another directory while a thread writes
         self.every: int | None = every
         self.keep: int | None = keep
         self.background: bool = background
@@ -133,13 +133,13 @@ class Checkpointer:
         `extra` then holds the values that were saved with the state; it is {} for a new run. Raises CorruptError if all
         checkpoints are damaged: a new run would hide that.
         """
-        if begun(self.dir, self.disk):
+        if goes_on := begun(self.dir, self.disk):
             state = load(self.dir, spec, like=params, key=key, disk=self.disk)
             self.extra = read(self.dir / step_name(state.step), self.disk).extra or {}
-            self.saved = state.step
         else:
             state = api.init(params, spec, key=key, batch_like=batch_like, hardware=hardware)
         self._join(session_of(state))
+        self.saved = state.step if goes_on else None
         return state
 
     @short_tracebacks
@@ -242,7 +242,7 @@ class Checkpointer:
         if self._runtime is not runtime:
             if self._group is None and runtime.world_size > 1:
                 self._group = dist.new_group(backend="gloo")
-            self._runtime = runtime
+            self._runtime, self.saved = runtime, None  # of another state this step is not saved yet
             runtime.flags = self._flags
             self._listen()
         return runtime

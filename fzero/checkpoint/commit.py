@@ -16,10 +16,11 @@ lock (flock, which dies with its process) keeps a second job from taking a livin
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from fzero.checkpoint import manifest as records
@@ -43,7 +44,7 @@ def committed(run: Path, disk: Disk | None = None) -> Iterator[tuple[int, Path]]
     manifest. Others with a marker are logged and passed over.
     """
     disk = disk or Disk()
-    for step, path in sorted(_steps(run, disk), reverse=True):
+    for step, path in sorted(_steps(run, disk, links=True), reverse=True):
         if disk.size(path / MARKER) is None:
             continue
         try:
@@ -62,7 +63,7 @@ def begun(run: Path, disk: Disk) -> bool:
     """Whether a run has a checkpoint to resume from. Raises CorruptError if it had some, and all are damaged."""
     if any(committed(run, disk)):
         return True
-    for _, path in _steps(run, disk):
+    for _, path in _steps(run, disk, links=True):
         if disk.size(path / MARKER) is not None:
             raise CorruptError(
                 path, "is damaged, and no other checkpoint is left: mend it, or move it away to begin a new run"
@@ -70,11 +71,12 @@ def begun(run: Path, disk: Disk) -> bool:
     return False
 
 
-def _steps(run: Path, disk: Disk) -> Iterator[tuple[int, Path]]:
-    """Yields (step, path) of the directories with the name of a step: real ones, no links."""
+def _steps(run: Path, disk: Disk, *, links: bool = False) -> Iterator[tuple[int, Path]]:
+    """Yields (step, path) of the directories with the name of a step. links: also of links to some, which are read (a
+    user has moved a step to another disk) and never removed."""
     for name in disk.names(run) or []:
         step = records.step_of(name)
-        if step is not None and disk.is_directory(run / name):
+        if step is not None and disk.is_directory(run / name, links=links):
             yield step, run / name
 
 
@@ -97,9 +99,22 @@ def locate(directory: str | os.PathLike[str], disk: Disk | None = None) -> Path:
     newest = next(committed(path, disk), None)
     if newest is None:
         started = [name for name in names if records.step_of(name) is not None or TEMPORARY.fullmatch(name)]
-        more = f" ({', '.join(started[:3])} began and did not end)" if started else ""
+        more = f" ({', '.join(started[:3])} began and did not end)" if started else _other_format(names)
         raise CheckpointError(path, f"holds no committed checkpoint{more}")
     return newest[1]
+
+
+def _other_format(names: Collection[str]) -> str:
+    """What to do with a folder of these names, if others wrote it."""
+    if "fzero" in names and "trainer_state.json" in names:
+        return ": a Trainer wrote it. Give its folder 'fzero', or resume_from_checkpoint= to the Trainer"
+    if ".metadata" in names:
+        return ": torch.distributed.checkpoint wrote it. Give fzero.init(fzero.interop.dcp(folder, like=params), spec)"
+    if any(name.endswith(".safetensors") for name in names):
+        return ", but safetensors. Give fzero.init(fzero.interop.safetensors(folder, like=params), spec)"
+    if any(name.startswith(("zero_pp_rank_", "mp_rank_", "global_step")) for name in names):
+        return ": DeepSpeed wrote it. Import it first: fzero import-deepspeed FOLDER RUN"
+    return ""
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -110,7 +125,11 @@ def prepare(run: Path, step: int, nbytes: int, token: str, disk: Disk) -> tuple[
     make_directories(run, disk)
     release = disk.lock(run / LOCK)
     if release is None:
-        raise CheckpointError(run, "another save into this directory is at work: give every run a directory of its own")
+        raise CheckpointError(
+            run,
+            "another save into this directory is at work: give every run a directory of its own. Is it this run's "
+            "Checkpointer, save by saver.save(state), which waits for it",
+        )
     try:
         clean(run, disk)
         final = run / records.step_name(step)
@@ -164,9 +183,10 @@ def clean(run: Path, disk: Disk) -> None:
 
 
 def remove(directory: Path, disk: Disk) -> None:
-    """Removes a checkpoint's directory, its marker first. A directory with a file that no save makes is left alone."""
+    """Removes a checkpoint's directory, its marker first. A directory with a file that no save makes is left alone, and
+    so is a link."""
     names = disk.names(directory) or []
-    if not all(OURS.fullmatch(name) for name in names):
+    if not disk.is_directory(directory) or not all(OURS.fullmatch(name) for name in names):
         return
     if MARKER in names:
         disk.unlink(directory / MARKER)
@@ -180,7 +200,7 @@ def remove(directory: Path, disk: Disk) -> None:
 def commit(run: Path, temporary: Path, manifest: Manifest, disk: Disk) -> Path:
     """Makes the shards in `temporary` the checkpoint of `manifest`. Returns its directory; raises CheckpointError.
 
-    A step that is there already is left as it is: the same bytes are the same checkpoint, other bytes are an error. A
+    A step that is there already is left as it is: the same contents are the same checkpoint, others are an error. A
     damaged step is moved out of the way.
     """
     check_shards(temporary, manifest, disk)
@@ -193,7 +213,7 @@ def commit(run: Path, temporary: Path, manifest: Manifest, disk: Disk) -> Path:
         )
     if disk.size(final / MARKER) is not None:
         if _is_whole(final, disk):
-            _check_same(final, data, disk)
+            _check_same(final, manifest, disk)
             remove(temporary, disk)
             return final
         aside = run / f"{final.name}.damaged-{os.urandom(4).hex()}"
@@ -231,13 +251,29 @@ def _is_whole(directory: Path, disk: Disk) -> bool:
     return all(disk.size(directory / records.shard_name(i)) == shard.bytes for i, shard in enumerate(shards))
 
 
-def _check_same(final: Path, data: bytes, disk: Disk) -> None:
-    if disk.read(final / MARKER, limit=MARKER_BYTES) != records.marker_of(data):
-        raise CheckpointError(
-            final,
-            "this step is saved here already, with other contents: it is kept as it is. After going back to an "
-            "earlier step, save to a new directory, or remove the later steps first",
-        )
+def _check_same(final: Path, manifest: Manifest, disk: Disk) -> None:
+    """Raises CheckpointError unless the step that is there holds the same: by which program and releases, and where
+    leaves lay between two saves, is no content. Slices of other ranks are not compared."""
+    saved = records.read(final, disk)
+    if _content(saved) == _content(manifest):
+        return
+    what = "with other contents"
+    if _slices(saved) != _slices(manifest):
+        what = f"over the mesh {dict(saved.mesh)}, in other slices, so that the two were not compared"
+    raise CheckpointError(
+        final,
+        f"this step is saved here already, {what}: it is kept as it is. After going back to an "
+        "earlier step, save to a new directory, or remove the later steps first",
+    )
+
+
+def _slices(manifest: Manifest) -> tuple[object, ...]:
+    return dict(manifest.mesh), [leaf.pieces for leaf in manifest.leaves]
+
+
+def _content(manifest: Manifest) -> Manifest:
+    leaves = tuple(dataclasses.replace(leaf, placement="") for leaf in manifest.leaves)
+    return dataclasses.replace(manifest, program=None, versions={}, zero=0, leaves=leaves)
 
 
 def replace(directory: Path, name: str, data: bytes, disk: Disk) -> None:

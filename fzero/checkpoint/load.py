@@ -220,7 +220,7 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
         world.agree("load", digest, failure)
         try:
             with progress.shown("loading the state"):
-                for buffers in runtime.memory.rounds():
+                for buffers in runtime.memory.rounds(kept=bool(keep)):
                     saved.fill(wanted(plan, world.rank, buffers, keep))
         except BaseException as error:
             failure = error

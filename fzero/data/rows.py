@@ -115,7 +115,7 @@ def _check_order(order: str, by_index: bool, workers: int) -> None:
 
 @dataclass
 class Rows(Iterator[Any]):
-    """An endless iterator. `position`, the samples returned so far over all ranks, is all of its state.
+    """An endless iterator. `position`, the samples returned so far over all ranks, is all of its state, and may be set.
 
     part: the rows of a batch that this rank gets. by_index: whether the data set is read by index.
     """
@@ -131,12 +131,14 @@ class Rows(Iterator[Any]):
     workers: int = 0
     by_index: bool = True
     _source: Iterator[Any] | None = field(default=None, repr=False, init=False)
+    _source_position: int = field(default=-1, repr=False, init=False)  # of the batch that it gives next
 
     def __next__(self) -> Any:
-        if self._source is None:
+        if self._source is None or self._source_position != self.position:
             self._source = iter(self._loader() if self.by_index else self._from_stream())
         batch = next(self._source)
         self.position += self.batch_size
+        self._source_position = self.position
         return batch
 
     def indices(self, position: int) -> list[int]:

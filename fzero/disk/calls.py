@@ -145,12 +145,12 @@ class Disk:
 
         return self.do("size", path, call)
 
-    def is_directory(self, path: Path) -> bool:
-        """Whether there is a directory of this name, and no link to one."""
+    def is_directory(self, path: Path, *, links: bool = False) -> bool:
+        """Whether there is a directory of this name; with `links` also a link to one."""
 
         def call() -> bool:
             try:
-                return stat.S_ISDIR(os.lstat(path).st_mode)
+                return stat.S_ISDIR((os.stat if links else os.lstat)(path).st_mode)
             except FileNotFoundError:
                 return False
 

@@ -28,6 +28,7 @@ from fzero.state.source import Entry, Source
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_INDEX_BYTES = 100 << 20
+PICKLES = (b"PK", b"\x80\x02")  # how files of torch.save begin: since torch 1.6, and before
 MAX_SHARD_BYTES = 50_000_000_000  # transformers' own default
 
 
@@ -56,6 +57,13 @@ class HuggingFaceFolder(Source):
     def _files(self) -> dict[Path, set[str] | None]:
         """The files, each with the names that the index lists for it (None: there is no index)."""
         if self.path.is_file():
+            with self.path.open("rb") as file:
+                head = file.read(9)
+                if head[:2] in PICKLES and head[8:] != b"{":  # a length of safetensors may have these bytes
+                    raise CheckpointError(
+                        self.path,
+                        "is of torch.save, a pickle: torch.load it, and write it with safetensors.torch.save_file",
+                    )
             return {self.path: None}
         if (
             self.path / SINGLE

@@ -67,12 +67,14 @@ class Homes(Mapping[str, torch.Tensor]):
         absent = {n: torch.empty(b.shape, dtype=b.dtype, device="meta") for n, b in self.on_disk.items()}
         return {**self.in_memory, **absent}
 
-    def rounds(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yields the buffers to fill: those in memory, then those on disk, some at a time, as new tensors with zero
-        padding. These are written to the file when the next is asked for."""
+    def rounds(self, *, kept: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields the buffers to fill: those in memory, then those on disk, some at a time, as new tensors of zeros, or
+        with `kept` of what lies there. These are written to the file when the next is asked for."""
         yield self.in_memory
         for names in _together(self.on_disk):
             memory = storage.allocate(self.plan, aligned, self.rank, {DISK: aligned}, only=names)
+            for name in names if kept else ():
+                memory[name].copy_(self[name])
             yield memory
             assert self.file is not None
             writes = [self.file.write(self.on_disk[n].at or 0, memory[n], f"the first {n}") for n in names]

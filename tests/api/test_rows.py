@@ -96,6 +96,19 @@ def test_workers_read_ahead_and_the_position_is_that_of_what_was_returned() -> N
     assert not workers & set(multiprocessing.active_children()), "a collection of garbage would wait 10 s for them"
 
 
+@pytest.mark.parametrize("workers", [0, 2, None])
+def test_a_position_that_is_set_between_batches_is_the_next_ones(workers: int | None) -> None:
+    """As of `Tokens.batches` and `by_length`: a run that looks at a batch before it resumes."""
+    options: dict[str, Any] = {"seed": 1, "workers": workers} if workers is not None else {}
+    data: Any = Squares(20) if workers is not None else Stream(20)
+    rows = batches(data, 4, **options)
+    taken(rows, 2)
+    for position in (20, 8, 8):
+        rows.position = position
+        assert taken(rows, 2) == taken(batches(data, 4, position=position, **options), 2)
+        assert rows.position == position + 8
+
+
 def test_a_stream_is_told_its_epoch() -> None:
     stream = Stream(4)
     taken(batches(stream, 2), 5)

@@ -167,6 +167,28 @@ def test_save_saves_now_and_once(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
+def test_a_second_state_is_not_taken_for_one_that_is_saved(tmp_path: Path) -> None:
+    """Of two states of one step, as of a GAN, the second was not saved, in silence."""
+    one, two = (fzero.step(fzero.init(PARAMS, SPEC), batch(i)) for i in range(2))
+    with fzero.Checkpointer(tmp_path) as saver:
+        saver.save(one)
+        with pytest.raises(fzero.CheckpointError, match="saved here already, with other contents"):
+            saver.save(two)
+        saver.save(fzero.load(tmp_path, SPEC, like=PARAMS))
+    assert same(fzero.load(tmp_path, SPEC, like=PARAMS), one)
+
+
+def test_a_relative_folder_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that writes while the program goes to another directory wrote there."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with fzero.Checkpointer("run", every=1) as saver:
+        monkeypatch.chdir(tmp_path / "other")
+        saver.after(fzero.step(saver.resume(PARAMS, SPEC), batch(0)))
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000001"]
+    assert not [*(tmp_path / "other").iterdir()]
+
+
 def test_a_failed_save_is_an_error_of_the_next_call_and_the_state_goes_on(tmp_path: Path) -> None:
     with fzero.Checkpointer(tmp_path, every=1, disk=Full(1)) as saver:
         state = fzero.step(saver.resume(PARAMS, SPEC), batch(0))

@@ -425,6 +425,24 @@ def test_a_run_gives_its_newest_committed_step(trained: tuple[fzero.State, Path]
         ) else None
 
 
+FOLDERS = [
+    (("fzero", "trainer_state.json", "model.safetensors"), r"a Trainer wrote it\. Give its folder 'fzero'"),
+    ((".metadata", "__0_0.distcp"), r"fzero\.init\(fzero\.interop\.dcp\(folder, like=params\), spec\)"),
+    (("model.safetensors",), r"but safetensors\. Give fzero\.init\(fzero\.interop\.safetensors\("),
+    (("latest", "global_step10"), r"DeepSpeed wrote it\. Import it first: fzero import-deepspeed"),
+    (("step-00000001",), r"no committed checkpoint \(step-00000001 began and did not end\)"),
+    ((), "no committed checkpoint$"),
+]
+
+
+@pytest.mark.parametrize(("names", "said"), FOLDERS, ids=[said[:20] for _, said in FOLDERS])
+def test_a_folder_that_others_wrote_says_what_reads_it(names: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=said):
+        fzero.load(tmp_path, sgd_spec())
+
+
 def test_every_difference_is_shown_and_nothing_is_loaded(trained: tuple[fzero.State, Path]) -> None:
     _, run = trained
     like = {"w": torch.zeros(4), "x": torch.zeros(2, 2, dtype=torch.float64), "xx": torch.zeros(1)}
@@ -495,6 +513,18 @@ def test_not_strict_loads_what_fits_and_says_what_it_skipped(
     assert caplog.text.count("these leaves were not loaded") == 2
     assert "state['params/y']" in caplog.text
     assert "state['params/x'] is [2, 2] there, [4] here" in caplog.text
+
+
+def test_not_strict_keeps_what_is_on_disk(trained: tuple[fzero.State, Path], tmp_path: Path) -> None:
+    """Of a state whose leaves are in a file: those that the checkpoint lacks became zeros."""
+    state, run = trained
+    like = {"w": torch.full((3,), 7.0), "x": torch.full((4,), 8.0), "y": torch.full((2,), 9.0)}
+    spec = adam_spec(allow_unused=True, offload={"params": "nvme"}, nvme_path=str(tmp_path))
+    given = fzero.step(fzero.init(like, spec), torch.eye(3))
+    kept, saved = flat(given), flat(state)
+    leaves = flat(fzero.load(run, like=given, strict=False))
+    for path, value in leaves.items():
+        assert same_bits(value, (saved if path[-1] in "wt" else kept)[path]), path
 
 
 def test_a_count_that_fits_any_state_is_not_a_leaf_that_fits(tmp_path: Path) -> None:

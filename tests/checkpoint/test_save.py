@@ -386,6 +386,28 @@ def test_the_same_step_twice(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step-00000001"]
 
 
+def test_a_step_that_was_loaded_is_saved_where_it_is(tmp_path):
+    """A run that has ended is started again: it loads its last step, makes none, and saves it."""
+    path = fzero.save(trained(), tmp_path, extra=1)
+    before = (path / "manifest.json").read_bytes()
+    for zero in (3, 0):
+        again = fzero.load(tmp_path, spec(allow_unused=True, zero=zero))
+        assert fzero.save(again, tmp_path, extra=1) == path
+    assert (path / "manifest.json").read_bytes() == before
+    with pytest.raises(CheckpointError, match="saved here already, with other contents"):
+        fzero.save(trained(optimizer=fzero.optim.adamw(0.2)), tmp_path, extra=1)
+
+
+def test_a_step_in_slices_of_other_ranks_is_not_called_another(tmp_path):
+    paths, leaves, treedef = tree.flatten({"w": torch.arange(64.0)})
+    one = fzero.Spec(step=lambda s, b: (s, {}))
+    plans = [plan_for(one, paths, leaves, (), mesh_of(one, world)) for world in (1, 2)]
+    memory = [[storage.shards(plan, leaves, rank) for rank in range(plan.world_size)] for plan in plans]
+    loading.write(tmp_path, plans[0], memory[0], treedef)
+    with pytest.raises(CheckpointError, match=r"already, over the mesh \{'dp': 1\}, in other slices.*: it is kept"):
+        loading.write(tmp_path, plans[1], memory[1], treedef)
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "shard-00000.safetensors"])
 def test_a_step_that_is_damaged_is_saved_again_beside_it(name, tmp_path):
     """A run that went on from an earlier step comes to one whose files are damaged: what is said to be saved loads."""
@@ -490,6 +512,23 @@ def test_links_and_pipes_are_not_followed(tmp_path):
     os.mkfifo(path / "manifest.json")
     with pytest.raises(CorruptError, match=r"manifest.json: is no plain file"):
         manifest(path)
+
+
+def test_a_step_that_was_moved_and_linked_is_the_newest_and_stays(tmp_path):
+    """It was passed over in silence: a run went on from an older step, or began anew."""
+    run, there = tmp_path / "run", tmp_path / "there"
+    state = trained(2)
+    fzero.save(state, run).rename(there)
+    (run / "step-00000002").symlink_to(there)
+    assert fzero.load(run, like=state).step == 2
+    with fzero.Checkpointer(run) as saver:
+        assert saver.resume(params(), spec(allow_unused=True)).step == 2
+    for steps in (3, 4):
+        fzero.save(trained(steps), run, keep=1)
+    assert sorted(p.name for p in run.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert (there / "COMMITTED").is_file()
+    (run / "step-00000005").symlink_to("gone")
+    assert fzero.load(run, spec(allow_unused=True)).step == 4
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

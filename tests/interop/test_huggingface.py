@@ -247,6 +247,16 @@ def test_damaged_folders_are_typed_errors_that_name_the_file(tmp_path: Path) -> 
         export_safetensors(fitted(Stored(params)), folder, part="")
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_is_called_one(zipped: bool, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"model.pt: is of torch.save, a pickle: torch.load it, and write it"):
+        safetensors(tmp_path / "model.pt")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).ljust(0x4B50)  # begins with PK
+    (tmp_path / "w.safetensors").write_bytes((0x4B50).to_bytes(8, "little") + header.encode() + bytes(4))
+    assert HuggingFaceFolder(tmp_path / "w.safetensors").read("w", 0, 1).tolist() == [0.0]
+
+
 def test_one_file_comes_before_the_index_of_an_earlier_save(tmp_path: Path) -> None:
     """As in transformers, which leaves the index there when it saves a model again, in one file."""
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")

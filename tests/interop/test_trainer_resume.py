@@ -66,6 +66,26 @@ def test_a_run_over_a_stream_goes_on(tmp_path: Path) -> None:
     assert ended[1] == pytest.approx(ended[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("counted", ["non_padding", "all"])
+def test_tokens_are_counted_as_by_transformers(counted: str, tmp_path: Path) -> None:
+    """Not the copies of a row that fill a short batch, nor the places that fzero adds. A resumed run goes on."""
+    seen = []
+    for kind in (STOCK, OURS):
+        for resumed in (None, str(tmp_path / kind / "checkpoint-2")):
+            options = {
+                "max_steps": 4,
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "include_num_input_tokens_seen": counted,
+            }
+            model = seeded(lambda: bert("BertForSequenceClassification", num_labels=3))
+            more = {"pad_to": 32} if kind == OURS else {}
+            made = run(kind, tmp_path / kind, model, classified(5, 0), padded, resumed, **options, **more)
+            seen.append(made.state.num_input_tokens_seen)
+    assert seen[0] > 0
+    assert seen == [seen[0]] * 4
+
+
 WRONG: list[tuple[str, Any]] = [
     *(("global_step", value) for value in (float("nan"), float("inf"), -5, "x", None, [1], 10**400, 1.5, True)),
     *(("num_train_epochs", value) for value in (float("nan"), "x", 10**400)),

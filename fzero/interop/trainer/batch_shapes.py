@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ log = logging.getLogger("fzero")
 
 
 class BatchShapes:
-    """The shapes of one Trainer's batches; what was seen of them so far is kept."""
+    """The shapes of one Trainer's batches; what was seen of them so far is kept. given: the last ones that were shaped,
+    as they came."""
 
     def __init__(self, trainer: Any, mesh: Mesh) -> None:
+        self.given: Iterator[Any] = iter(())
         self.trainer, self.mesh, self.no_length, self.seen = trainer, mesh, False, Seen()
 
     def pads_to(self) -> int:
@@ -32,6 +35,7 @@ class BatchShapes:
         """(batches padded and filled, the lengths of all after that, the last one's before, the sum of `count` over the
         ranks). A collective if they are padded."""
         batches = [dict(batch) for batch in batches]
+        self.given = iter(batches)
         own, agreed, total = self._lengths(batches, count)
         results = []
         for batch, before in zip(batches, own, strict=True):

@@ -46,12 +46,11 @@ class Mixin(CheckpointFiles):
         self.engine: Engine | None = None
         self._held: weights.HeldModule | None = None
         self._items: Any = None
-        self._counted = False
+        self._counted = self._warned = False
         self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
         self._planned: tuple[Any, int] = (None, 0)  # a program and its planned peak
-        self._warned = False
         self._shapes = BatchShapes(self, self._mesh)
         self._given_optimizer = (bound.get("optimizers") or (None, None))[0]
         super().__init__(model, args, *more, **named)
@@ -172,6 +171,10 @@ class Mixin(CheckpointFiles):
         if self._flops_per_element is None:
             self._flops_per_element = super().floating_point_ops(inputs) // size
         return self._flops_per_element * size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """transformers' count, of a batch without the rows and the places that were added to it."""
+        super()._track_num_input_tokens(next(self._shapes.given, inputs))
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """transformers' log, with the planned peak of the step's program in bytes. In `compute_loss`: the step's
