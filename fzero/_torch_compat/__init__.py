@@ -22,6 +22,7 @@ try:
         onednn_has_bf16,
         product_precision,
     )
+    from fzero._torch_compat.device_autocast import autocast_of_a_device
     from fzero._torch_compat.device_choices import chosen_for_a_device
     from fzero._torch_compat.fake_cuda import fake_cuda_library, prepare_fake_cuda
     from fzero._torch_compat.fakes import (
@@ -108,6 +109,7 @@ __all__ = [
     "allocations",
     "ambient_modes",
     "autocast_left",
+    "autocast_of_a_device",
     "autocast_uncached",
     "backward_number",
     "below_autograd",

@@ -19,6 +19,7 @@ from fzero._torch_compat.fakes import is_fake
 from fzero._torch_compat.trace import ONE_THREAD
 
 WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
+CASTING = ("softmax", "log_softmax")  # a device's kernels cast fp16 to fp32 themselves (SoftMax.cpp: 2.11.0, 2.13.0)
 aten = torch.ops.aten
 _here = threading.local()  # on: whether this thread traces for a device
 
@@ -29,6 +30,8 @@ def choose_as_a_device(backend: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key in (backend, f"Autograd{backend}"):
         library.impl("scaled_dot_product_attention", _attention if backend == "CUDA" else _attention_here, key)
+        for name in CASTING if backend == "CPU" else ():
+            library.impl(f"{name}.int", _casting(name), key)
     for name in WHOLE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", backend):
             library.impl(name, _never_run if backend == "CUDA" else _apart(name), backend)
@@ -63,10 +66,26 @@ def _apart(name: str) -> Callable[..., Any]:
     return call
 
 
+def _casting(name: str) -> Callable[..., Any]:
+    """`softmax` or `log_softmax`, with a dtype."""
+
+    def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if x.dtype is torch.float16 and dtype is torch.float32 and _is_traced(x):
+            return getattr(aten, f"_{name}").default(x, dim, True)
+        return getattr(aten, name).int.decompose(x, dim, dtype)
+
+    return call
+
+
 def _attention_here(*args: Any, **options: Any) -> Any:
-    if getattr(_here, "on", False) and is_fake(_unwrapped(args[0])):  # not of a value that is known
+    if _is_traced(args[0]):
         return _attention(*args, **options)
     return aten.scaled_dot_product_attention.default.decompose(*args, **options)
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether this thread traces for a device, and x is no value that is known."""
+    return getattr(_here, "on", False) and is_fake(_unwrapped(x))
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor:

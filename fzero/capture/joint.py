@@ -30,6 +30,7 @@ from fzero.capture.provenance import check_call, defined_at, describe, shown, us
 from fzero.capture.static import opened
 from fzero.errors import CaptureError, leaf_name
 from fzero.ir.code_ops import coded
+from fzero.ir.elsewhere import autocast_of
 from fzero.precision import LOW, Precision
 
 log = logging.getLogger("fzero")
@@ -216,7 +217,7 @@ class Joint:
         dtype = self.precision.autocast
         if dtype is None or not self.leaves:
             return nullcontext()
-        return torch.autocast(self.leaves[0].device.type, dtype, cache_enabled=False)
+        return autocast_of(self.leaves[0].device, dtype)
 
     def _cast(self, path: str, x: Any) -> Any:
         """A floating leaf of an argument, as it is computed in: rules match its path within its argument."""

@@ -1,0 +1,136 @@
+"""device_autocast: what `torch.autocast` casts on a CUDA device, for what is traced on the processor in its place.
+
+torch has a list of ops for each kind of device, in C++ (ATen/autocast_mode.h: 2.11.0, 2.13.0): on the processor
+softmax, norms and sums stay narrow, which a device computes in fp32, and the transforms of torch.fft are widened, which
+it leaves. So the rules of a device are registered for the processor while a policy's autocast is on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fzero._torch_compat.trace import ONE_THREAD, OpOverload
+
+KIND, KEY = "cpu", torch._C.DispatchKey.AutocastCPU
+OFF = torch._C.DispatchKeySet(KEY)
+WIDE = {
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+    "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim",
+    "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+    "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+}  # fmt: skip
+WIDE_RESULT = {
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+}  # fmt: skip
+WIDE_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+WIDEST = {
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+}  # fmt: skip
+REFUSED = "binary_cross_entropy"  # torch says why
+_here = threading.local()  # on: whether this thread traces for a device
+
+
+@contextmanager
+def autocast_of_a_device(dtype: torch.dtype) -> Iterator[None]:
+    """`torch.autocast("cuda", dtype)`, without a cache, of tensors of the processor. In this thread: what others
+    compute under an autocast of the processor is as ever."""
+    with ONE_THREAD, torch.autocast(KIND, dtype, cache_enabled=False):
+        library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # of kernels that are put aside
+            for name, rule in _rules():
+                library.impl(name, rule, KEY.name, with_keyset=True)
+        _here.on = True
+        try:
+            yield
+        finally:
+            _here.on = False
+            library._destroy()
+
+
+@functools.cache
+def _rules() -> list[tuple[str, Callable[..., Any]]]:
+    """By name the ops that autocast casts on the processor or on a device, and what casts them as a device does."""
+    there = torch._C._dispatch_has_kernel_for_dispatch_key
+    rules = []
+    for full in torch._C._dispatch_get_all_op_names():
+        cast_there, cast_here = there(full, "AutocastCUDA"), there(full, KEY.name)
+        if full.startswith("aten::") and (cast_there or cast_here):
+            name = full.removeprefix("aten::")
+            own = torch.library.get_kernel(full, KEY.name) if cast_here else None
+            rules.append((name, _rule(_op(name), cast_there, own)))
+    return rules
+
+
+def _rule(op: OpOverload, cast_there: bool, own: Any) -> Callable[..., Any]:
+    """The kernel of an op under autocast on the processor. own: the one that it has there."""
+    name = op.name().removeprefix("aten::")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        on = getattr(_here, "on", False)
+        if not on and own is not None:
+            return own.call_boxed(keyset, *args, **kwargs)
+        if not (on and cast_there) and composite:
+            return op.decompose(*args, **kwargs)  # into ops that are cast
+        if on and name == REFUSED:
+            return torch.library.get_kernel(op, "AutocastCUDA").call_boxed(keyset, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(OFF):
+            return _as_a_device(name, op, args, kwargs) if on and cast_there else op(*args, **kwargs)
+
+    return call
+
+
+def _as_a_device(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if name in WIDE_RESULT:
+        place = [argument.name for argument in op._schema.arguments].index("dtype")
+        given = args[place] if place < len(args) else kwargs.get("dtype")
+        wide = {"dtype": torch.float32 if given is None and _casts(args[0]) else given}
+        return op(*args[:place], **{**kwargs, **wide})
+    if name in WIDE_NORM:
+        dtype = torch.float32 if _casts(args[0]) else args[0].dtype
+        return _op(WIDE_NORM[name])(*args, *([2] if len(args) == 1 else []), **kwargs, dtype=dtype)
+    dtype = torch.get_autocast_dtype(KIND)
+    if name in WIDE or (name in WIDEST and any(x.dtype is torch.float32 for x in _tensors([*args, *kwargs.values()]))):
+        dtype = torch.float32
+    named = {key: _cast(x, dtype) for key, x in reversed([*kwargs.items()])}
+    return op(*[_cast(x, dtype) for x in reversed(args)][::-1], **named)  # from the last, as torch's compiler has it
+
+
+def _op(name: str) -> OpOverload:
+    packet, _, overload = name.partition(".")
+    found: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(x, dtype) for x in value]
+    return torch.ops.aten.to.dtype(value, dtype) if _casts(value) and value.dtype is not dtype else value
+
+
+def _casts(value: Any) -> bool:
+    """Whether autocast casts a value: a floating tensor of its device, but for those of 64 bits."""
+    if not isinstance(value, torch.Tensor) or value.device.type != KIND:
+        return False
+    return value.dtype.is_floating_point and value.dtype is not torch.float64
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return [x for x in flat if isinstance(x, torch.Tensor)]
