@@ -35,6 +35,8 @@ def choose_as_a_device(backend: str) -> torch.library.Library:
     for name in WHOLE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", backend):
             library.impl(name, _never_run if backend == "CUDA" else _apart(name), backend)
+            if backend == "CPU":
+                library.impl(name, _in_parts_for_others(name), "AutogradCPU", with_keyset=True)
     if backend == "CPU":
         library.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], backend)
     return library
@@ -62,6 +64,16 @@ def _apart(name: str) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         return getattr(aten, name).default.decompose(*args)
+
+    return call
+
+
+def _in_parts_for_others(name: str) -> Callable[..., Any]:
+    """An op that has a kernel now: what other threads compute with it has a backward that outlives the kernel."""
+    traced = torch.library.get_kernel(f"aten::{name}", "AutogradCPU")
+
+    def call(keyset: Any, x: torch.Tensor, *args: Any) -> Any:
+        return traced.call_boxed(keyset, x, *args) if _is_traced(x) else _apart(name)(x, *args)
 
     return call
 

@@ -89,6 +89,18 @@ def test_other_threads_compute_as_ever() -> None:
         torch.testing.assert_close(own, other)
 
 
+def test_a_forward_of_another_thread_has_its_backward_afterwards() -> None:
+    """The complaint: "Could not run 'aten::_fused_rms_norm_backward'", where a step had begun beside a lowering."""
+    x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+    (expected,) = torch.autograd.grad(F.rms_norm(x, (8,)).square().sum(), x)
+    found = list[Tensor]()
+    with elsewhere.chosen_for(CUDA):
+        thread = threading.Thread(target=lambda: found.append(F.rms_norm(x, (8,)).square().sum()))
+        thread.start()
+        thread.join()
+    assert torch.equal(torch.autograd.grad(found[0], x)[0], expected)
+
+
 def test_nothing_is_left_behind() -> None:
     x = torch.randn(4, 8)
     expected = F.rms_norm(x, (8,))
