@@ -32,6 +32,8 @@ def choose_as_a_device(backend: str) -> torch.library.Library:
         library.impl("scaled_dot_product_attention", _attention if backend == "CUDA" else _attention_here, key)
         for name in CASTING if backend == "CPU" else ():
             library.impl(f"{name}.int", _casting(name), key)
+        if backend == "CPU":
+            library.impl("group_norm", _group_norm, key)
     for name in WHOLE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", backend):
             library.impl(name, _never_run if backend == "CUDA" else _apart(name), backend)
@@ -87,6 +89,11 @@ def _casting(name: str) -> Callable[..., Any]:
         return getattr(aten, name).int.decompose(x, dim, dtype)
 
     return call
+
+
+def _group_norm(x: torch.Tensor, *args: Any) -> Any:
+    """A device's kernel takes contiguous values, the processor's channels_last too (group_norm.cpp: 2.11.0, 2.13.0)."""
+    return aten.group_norm.default.decompose(x.contiguous() if _is_traced(x) else x, *args)
 
 
 def _attention_here(*args: Any, **options: Any) -> Any:

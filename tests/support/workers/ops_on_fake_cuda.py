@@ -126,6 +126,11 @@ def spectrum(p: Any, x: Tensor) -> Tensor:
     return torch.fft.rfftn((x * p["w"]).float(), dim=(0, 1)).abs().sum()
 
 
+def channels_last(p: Any, x: Tensor) -> Tensor:
+    x = (x * p["w"][:, None, None]).contiguous(memory_format=torch.channels_last)
+    return F.group_norm(x, 2, p["w"]).tanh().float().sum()
+
+
 def mixed(p: Any, x: Tensor) -> Tensor:
     """What the lists of autocast say of the processor and of a device otherwise."""
     y = x @ p["w"]
@@ -148,6 +153,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Callable[[Any, Any], Tensor], Any]]] =
     "recurrent": layers(nn.LSTM(16, 8, 2, batch_first=True), shape=(2, 6, 16)),
     "scan": lambda: ({"w": torch.empty(16)}, scanned, torch.empty(2, 8, 16)),
     "spectrum": lambda: ({"w": torch.empty(16)}, spectrum, torch.empty(2, 8, 16)),
+    "channels last": lambda: ({"w": torch.empty(4)}, channels_last, torch.empty(2, 4, 8, 8)),
     "losses": lambda: ({"w": torch.empty(16, 16)}, mixed, torch.empty(2, 8, 16)),
 }  # fmt: skip
 SPECS: dict[str, dict[str, Any]] = {
