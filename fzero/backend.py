@@ -189,8 +189,8 @@ def of(device: torch.device | str) -> Backend:
 
 @contextmanager
 def traced_for(device: torch.device | None) -> Iterator[None]:
-    """A context in which what is traced on the processor is for this device; None: for itself."""
-    before = _traced_for.set(device)
+    """A context in which what is traced on the processor is for this device; None: for the one that it was."""
+    before = _traced_for.set(device or _traced_for.get())
     try:
         yield
     finally:

@@ -1,123 +1,155 @@
-"""device_autocast: what `torch.autocast("cuda")` casts, for what is traced on the processor for a device.
+"""device_autocast: what `torch.autocast` casts on a CUDA device, for what is traced on the processor in its place.
 
-The processor's autocast casts the operands of products, as CUDA's does, but leaves norms, softmax and sums in narrow
-dtypes. The lists are torch's (`AT_FORALL_*` of ATen/autocast_mode.h: 2.11.0, 2.13.0).
+torch has a list of ops for each kind of device, in C++ (ATen/autocast_mode.h: 2.11.0, 2.13.0): on the processor
+softmax, norms and sums stay narrow, which a device computes in fp32, and the transforms of torch.fft are widened, which
+it leaves. So the rules of a device are registered for the processor while a step of one is traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.amp import autocast_mode  # 2.11.0, 2.13.0
-from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
-KINDS = {  # of ops, by what is done to their operands
-    "narrow": "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input "
-    "convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul "
-    "linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention",
-    "wide": "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
-    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim "
-    "nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
-    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss "
-    "soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
-    "logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim",
-    "wide by dtype": "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm "
-    "linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList",
-    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
-}
-ONLY_HERE = "cross_entropy_loss"  # the processor's autocast widens it, and CUDA's what it is made of
-KEY = "AutocastCPU"
-Operands = tuple[tuple[Any, ...], dict[str, Any]]
-Policy = Callable[[Any, Operands], Operands]
+from fzero._torch_compat.trace import OpOverload
+from fzero.backend import CUDA
 
-
-def cast_as_a_device(library: torch.library.Library, is_here: Callable[[], bool]) -> None:
-    """Registers what autocast of the processor does not cast and CUDA's does, for threads of which `is_here` is true;
-    others go on as ever."""
-    for kind in KINDS:
-        for name in cast_there(kind):
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", KEY):
-                _register(library, name, POLICIES[kind], is_here)
-    _register(library, ONLY_HERE, _wide, lambda: not is_here())
+KIND, KEY = "cpu", torch._C.DispatchKey.AutocastCPU
+OFF = torch._C.DispatchKeySet(KEY)
+WIDE = {
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
+    "native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim",
+    "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d",
+    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+    "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d",
+    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+}  # fmt: skip
+WIDE_RESULT = {
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+}  # fmt: skip
+WIDE_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+WIDEST = {
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+}  # fmt: skip
+REFUSED = "binary_cross_entropy"  # torch says why
 
 
-def cast_there(kind: str) -> list[str]:
-    """Of `KINDS`, the ops that CUDA's autocast of this torch casts (2.11.0 does not know `rms_norm`)."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in KINDS[kind].split() if has(f"aten::{name}", "AutocastCUDA")]
+class _Here(threading.local):
+    """on: whether this thread traces for a device."""
+
+    on = False
 
 
-def _register(library: torch.library.Library, name: str, policy: Policy, casts: Callable[[], bool]) -> None:
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    library.impl(name, _casting(op, policy, casts), KEY, with_keyset=True)
+here = _Here()
+
+
+def cast_as_a_device(library: torch.library.Library) -> None:
+    """Gives autocast of the processor the rules of a device, for threads that trace for one. What others compute under
+    an autocast of the processor is as ever."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # of kernels that are put aside
+        for name, rule in _rules():
+            library.impl(name, rule, KEY.name, with_keyset=True)
 
 
 @contextmanager
-def autocast_here(is_here: Callable[[], bool]) -> Iterator[None]:
-    """`torch.autocast("cuda")` of such threads is the processor's, with CUDA's dtype where none is given."""
-    own = autocast_mode.autocast.__init__
+def autocast_by_name() -> Iterator[None]:
+    """In threads that trace for a device, `torch.autocast("cuda")` casts what is traced, and "cpu" changes nothing."""
+    own = torch.autocast.__init__
 
-    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
-        if device_type == "cuda" and is_here():
-            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        own(self, device_type, dtype, *args, **kwargs)
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
+        if here.on and device_type == CUDA.name:
+            device_type, dtype = KIND, dtype or torch.get_autocast_dtype(CUDA.name)
+        elif here.on and device_type == KIND:
+            dtype, enabled = torch.get_autocast_dtype(KIND), torch.is_autocast_enabled(KIND)
+        own(self, device_type, dtype, enabled, *args, **kwargs)
 
-    autocast_mode.autocast.__init__ = init  # type: ignore[method-assign]
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        autocast_mode.autocast.__init__ = own  # type: ignore[method-assign]
+        torch.autocast.__init__ = own  # type: ignore[method-assign]
 
 
-def _casting(op: Any, policy: Policy, casts: Callable[[], bool]) -> Callable[..., Any]:
-    after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, KEY))
-    own = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEY))
+@functools.cache
+def _rules() -> list[tuple[str, Callable[..., Any]]]:
+    """By name the ops that autocast casts on the processor or on a device, and what casts them as a device does."""
+    there = torch._C._dispatch_has_kernel_for_dispatch_key
+    rules = []
+    for full in torch._C._dispatch_get_all_op_names():
+        cast_there, cast_here = there(full, "AutocastCUDA"), there(full, KEY.name)
+        if full.startswith("aten::") and (cast_there or cast_here):
+            name = full.removeprefix("aten::")
+            own = torch.library.get_kernel(full, KEY.name) if cast_here else None
+            rules.append((name, _rule(_op(name), cast_there, own)))
+    return rules
+
+
+def _rule(op: OpOverload, cast_there: bool, own: Any) -> Callable[..., Any]:
+    """The kernel of an op under autocast on the processor. own: the one that it has there."""
+    name = op.name().removeprefix("aten::")
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not casts():
-            return op.redispatch(keyset & after, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(own):
-            args, kwargs = policy(op, (args, kwargs))
-            return op(*args, **kwargs)
+        on = here.on
+        if not on and own is not None:
+            return own.call_boxed(keyset, *args, **kwargs)
+        if not (on and cast_there) and composite:
+            return op.decompose(*args, **kwargs)  # into ops that are cast
+        if on and name == REFUSED:
+            return torch.library.get_kernel(op, "AutocastCUDA").call_boxed(keyset, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(OFF):
+            return _as_a_device(name, op, args, kwargs) if on and cast_there else op(*args, **kwargs)
 
     return call
 
 
-def _is_eligible(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not torch.float64
+def _as_a_device(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if name in WIDE_RESULT:
+        place = [argument.name for argument in op._schema.arguments].index("dtype")
+        given = args[place] if place < len(args) else kwargs.get("dtype")
+        wide = {"dtype": torch.float32 if given is None and _casts(args[0]) else given}
+        return op(*args[:place], **{**kwargs, **wide})
+    if name in WIDE_NORM:
+        dtype = torch.float32 if _casts(args[0]) else args[0].dtype
+        return _op(WIDE_NORM[name])(*args, *([2] if len(args) == 1 else []), **kwargs, dtype=dtype)
+    dtype = torch.get_autocast_dtype(KIND)
+    if name in WIDE or (name in WIDEST and any(x.dtype is torch.float32 for x in _tensors([*args, *kwargs.values()]))):
+        dtype = torch.float32
+    named = {key: _cast(x, dtype) for key, x in reversed([*kwargs.items()])}
+    return op(*[_cast(x, dtype) for x in reversed(args)][::-1], **named)  # from the last, as torch's compiler has it
 
 
-def _cast(operands: Operands, dtype: torch.dtype) -> Operands:
-    return pytree.tree_map(lambda x: x.to(dtype) if _is_eligible(x) else x, operands)
+def _op(name: str) -> OpOverload:
+    packet, _, overload = name.partition(".")
+    found: OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
 
 
-def _narrow(_: Any, operands: Operands) -> Operands:
-    return _cast(operands, torch.get_autocast_dtype("cpu"))
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(x, dtype) for x in value]
+    return torch.ops.aten.to.dtype(value, dtype) if _casts(value) and value.dtype is not dtype else value
 
 
-def _wide(_: Any, operands: Operands) -> Operands:
-    return _cast(operands, torch.float32)
+def _casts(value: Any) -> bool:
+    """Whether autocast casts a value: a floating tensor of its device, but for those of 64 bits."""
+    if not isinstance(value, torch.Tensor) or value.device.type != KIND:
+        return False
+    return value.dtype.is_floating_point and value.dtype is not torch.float64
 
 
-def _widest(_: Any, operands: Operands) -> Operands:
-    has_wide = any(_is_eligible(x) and x.dtype is torch.float32 for x in pytree.tree_leaves(operands))
-    return _cast(operands, torch.float32) if has_wide else operands
-
-
-def _by_dtype(op: Any, operands: Operands) -> Operands:
-    """A sum of narrow values is asked for in float32, unless a dtype is given."""
-    args, kwargs = operands
-    place = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
-    given = kwargs.get("dtype") if len(args) <= place else args[place]
-    if given is not None or not _is_eligible(args[0]):
-        return operands
-    return args[:place], {**kwargs, "dtype": torch.float32}
-
-
-POLICIES: dict[str, Policy] = {"narrow": _narrow, "wide": _wide, "wide by dtype": _by_dtype, "widest": _widest}
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
+    return [x for x in flat if isinstance(x, torch.Tensor)]

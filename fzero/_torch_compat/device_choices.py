@@ -6,7 +6,6 @@ torch chooses some ops by the device of their operands, in C++: attention (sdp_u
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +14,13 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # 2.11.0, 2.13.0
 from torch._decomp import decomposition_table  # 2.11.0, 2.13.0
 
-from fzero._torch_compat.device_autocast import autocast_here, cast_as_a_device
+from fzero._torch_compat.device_autocast import autocast_by_name, cast_as_a_device, here
 from fzero._torch_compat.fakes import is_fake
 from fzero._torch_compat.trace import ONE_THREAD
 
 WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
+CASTING = ("softmax", "log_softmax")  # a device's kernels cast fp16 to fp32 themselves (SoftMax.cpp: 2.11.0, 2.13.0)
 aten = torch.ops.aten
-_here = threading.local()  # on: whether this thread traces for a device
 
 
 def choose_as_a_device(backend: str) -> torch.library.Library:
@@ -30,9 +29,15 @@ def choose_as_a_device(backend: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key in (backend, f"Autograd{backend}"):
         library.impl("scaled_dot_product_attention", _attention if backend == "CUDA" else _attention_here, key)
+        for name in CASTING if backend == "CPU" else ():
+            library.impl(f"{name}.int", _casting(name), key)
+        if backend == "CPU":
+            library.impl("group_norm", _group_norm, key)
     for name in WHOLE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", backend):
             library.impl(name, _never_run if backend == "CUDA" else _apart(name), backend)
+            if backend == "CPU":
+                library.impl(name, _in_parts_for_others(name), "AutogradCPU", with_keyset=True)
     if backend == "CPU":
         library.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], backend)
     return library
@@ -43,18 +48,14 @@ def chosen_for_a_device() -> Iterator[None]:
     """Within it this thread traces tensors of the processor by the ops of a device. Other threads compute as ever."""
     with ONE_THREAD:  # the ops of a process are registered once
         library = choose_as_a_device("CPU")
-        cast_as_a_device(library, _is_here)
-        _here.on = True
+        cast_as_a_device(library)
+        here.on = True
         try:
-            with autocast_here(_is_here):
+            with autocast_by_name():
                 yield
         finally:
-            _here.on = False
+            here.on = False
             library._destroy()
-
-
-def _is_here() -> bool:
-    return getattr(_here, "on", False)
 
 
 def _never_run(*_: Any) -> Any:
@@ -70,10 +71,41 @@ def _apart(name: str) -> Callable[..., Any]:
     return call
 
 
+def _in_parts_for_others(name: str) -> Callable[..., Any]:
+    """An op that has a kernel now: what other threads compute with it has a backward that outlives the kernel."""
+    traced = torch.library.get_kernel(f"aten::{name}", "AutogradCPU")
+
+    def call(keyset: Any, x: torch.Tensor, *args: Any) -> Any:
+        return traced.call_boxed(keyset, x, *args) if _is_traced(x) else _apart(name)(x, *args)
+
+    return call
+
+
+def _casting(name: str) -> Callable[..., Any]:
+    """`softmax` or `log_softmax`, with a dtype."""
+
+    def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if x.dtype is torch.float16 and dtype is torch.float32 and _is_traced(x):
+            return getattr(aten, f"_{name}").default(x, dim, True)
+        return getattr(aten, name).int.decompose(x, dim, dtype)
+
+    return call
+
+
+def _group_norm(x: torch.Tensor, *args: Any) -> Any:
+    """A device's kernel takes contiguous values, the processor's channels_last too (group_norm.cpp: 2.11.0, 2.13.0)."""
+    return aten.group_norm.default.decompose(x.contiguous() if _is_traced(x) else x, *args)
+
+
 def _attention_here(*args: Any, **options: Any) -> Any:
-    if _is_here() and is_fake(_unwrapped(args[0])):  # not of a value that is known
+    if _is_traced(args[0]):
         return _attention(*args, **options)
     return aten.scaled_dot_product_attention.default.decompose(*args, **options)
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    """Whether this thread traces for a device, and x is no value that is known."""
+    return here.on and is_fake(_unwrapped(x))
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero import tree
+from fzero import backend, tree
 from fzero.capture.ambient_rng import Keyed
 from fzero.capture.context import active
 from fzero.capture.leaves import check_leaf
@@ -216,7 +216,8 @@ class Joint:
         dtype = self.precision.autocast
         if dtype is None or not self.leaves:
             return nullcontext()
-        return torch.autocast(self.leaves[0].device.type, dtype, cache_enabled=False)
+        device = backend.traced_device() or self.leaves[0].device
+        return torch.autocast(device.type, dtype, cache_enabled=False)
 
     def _cast(self, path: str, x: Any) -> Any:
         """A floating leaf of an argument, as it is computed in: rules match its path within its argument."""

@@ -73,11 +73,9 @@ def add_region(
 
 def _finish_early(gm: fx.GraphModule) -> None:
     """Moves the casts that follow the backward up, each to where its gradient is complete. In place."""
-    order = {node: i for i, node in enumerate(gm.graph.nodes)}
     for node in list(gm.graph.nodes):
         if node.meta.get("phase") == "finish":
             node.meta["phase"] = "backward"
-            latest = max(node.all_input_nodes, key=order.__getitem__)
-            order[node] = order[latest]
+            latest = max(node.all_input_nodes)
             if latest.op == "call_function":
                 latest.append(node)

@@ -52,7 +52,19 @@ NARROW = (
     f"{NO_KERNEL}, or keep the leaves that it reads wide: Precision(compute='bf16', keep={{'<their path>': 'fp32'}})"
 )
 NO_VIEW = "Cannot view a tensor with shape"  # a ValueError on fake tensors
+_NO_CUDA = (
+    "torch.cuda is asked of a device, and there is none. Leave torch.cuda.synchronize(), streams, events and counters "
+    "out of a step: a program orders its own work. What the step is to know of its device (its capability), ask before "
+    "it, and close over the answer (`fzero fake-cuda SCRIPT` answers as an H100)"
+)
 TORCH_SAYS = {
+    "Torch not compiled with CUDA enabled": _NO_CUDA,
+    "Tried to instantiate dummy base class": _NO_CUDA,
+    "requires CUDA support": _NO_CUDA,
+    "compiled without CUDA support": _NO_CUDA,
+    "NVTX functions not installed": _NO_CUDA,
+    "aten._pin_memory": "a tensor's memory is pinned within the step, and a program moves nothing from the host there. "
+    "Leave .pin_memory() out; DataLoader(pin_memory=True) pins a batch outside of the step",
     "leaf Variable that requires grad": "a parameter is changed in place: a step is pure. Return a new value instead",
     "returned an invalid gradient": "a gradient has not its value's shape: return one of that shape from a backward "
     "of your own. Of a shape that is changed in place: Write x = x.squeeze() instead of x.squeeze_()",

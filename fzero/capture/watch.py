@@ -36,7 +36,7 @@ from fzero.capture.known import READS, Known
 from fzero.capture.provenance import describe, name_of
 from fzero.capture.refuse import Refused, ambient_draw, closed_over_write
 from fzero.capture.remedies import COLLECTIVE, COLLECTIVES, PLAIN, SPARSE
-from fzero.ir import fx_values
+from fzero.ir import elsewhere, fx_values
 from fzero.ir.op_info import of
 from fzero.ir.recorder import DEVICE
 
@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
             out = ".cuda() or .to(device) out" if func is CAST else "device= out, or take a tensor's: device=x.device"
             raise Refused(
                 f"{func} at {self.where()} asks for a tensor on {away}, and those of this step are on "
-                f"{' and '.join(sorted(kinds - {'meta'}))}. Leave {out}"
+                f"{elsewhere.told(kinds)}. Leave {out}"
             )
         if any(isinstance(value, torch.Generator) for value in (kwargs or {}).values()):
             raise Refused(str(ambient_draw(func, self.where())))

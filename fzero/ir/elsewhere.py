@@ -16,6 +16,7 @@ from torch import fx
 
 from fzero import backend
 from fzero._torch_compat import FakeTensor, chosen_for_a_device, fake_of_form, move_fake
+from fzero.ir.scan_op import BODY, SCAN, text_of, unshared_body_of
 
 HOST = torch.device("cpu")
 
@@ -40,6 +41,17 @@ def chosen_for(device: torch.device | None) -> Iterator[None]:
         yield
 
 
+def told(kinds: Iterable[str]) -> str:
+    """The devices of a trace, of these types, in words.
+
+    >>> told({"meta", "cpu"})
+    'cpu'
+    """
+    device = backend.traced_device()
+    own = " and ".join(sorted({*kinds} - {"meta"}))
+    return own if device is None else f"{device.type}, which is not here: they are traced on {own}"
+
+
 def on_host(value: Any) -> Any:
     """A fake tensor of the same form on the processor; what is none, as it is."""
     if not isinstance(value, FakeTensor):
@@ -53,7 +65,16 @@ def move(gm: fx.GraphModule, device: torch.device) -> None:
         for node in graph.nodes:
             move_values(node.meta.get("val"), device)
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda x: _there(x, device))
+            if node.target is SCAN:
+                node.update_arg(BODY, _moved_body(node.args[BODY], device))
     gm.recompile()
+
+
+def _moved_body(text: str, device: torch.device) -> str:
+    """The body of a scan, which it holds as text, on a device."""
+    body = unshared_body_of(text)
+    move(body, device)
+    return text_of(body)
 
 
 def move_values(values: Any, device: torch.device) -> None:

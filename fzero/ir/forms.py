@@ -152,7 +152,7 @@ def _key(value: Any, operands: list[FakeTensor], by_offset: bool) -> Any:
 def _is_plain(x: Any) -> bool:
     """Whether a fake tensor is described by shape, strides, offset, dtype and device."""
     strided = type(x) is FakeTensor and x.layout is torch.strided
-    return strided and x.constant is None and not x.dtype.is_complex and not x.is_neg()
+    return strided and x.constant is None and not x.is_conj() and not x.is_neg()
 
 
 def _forms(

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fzero import backend
 from fzero._torch_compat import (
     ONE_THREAD,
     FakeTensor,
@@ -28,7 +29,7 @@ from fzero._torch_compat import (
     graph_module,
 )
 from fzero.ir import forms, fx_nodes
-from fzero.ir.elsewhere import chosen_for, device_elsewhere, move, on_host
+from fzero.ir.elsewhere import device_elsewhere, move, on_host
 
 aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
@@ -133,7 +134,7 @@ def record(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphMo
     recorder = Recorder()
     for i, value in enumerate(inputs):
         recorder.placeholder(f"arg{i}_1", value)
-    with chosen_for(away), ONE_THREAD, recorder, autocast_uncached(), fx_tracing():
+    with backend.traced_for(away), ONE_THREAD, recorder, autocast_uncached(), fx_tracing():
         result = fn(*inputs)
     recorder.graph.output(recorder.operand(result))
     fx_nodes.drop_dead(recorder.graph)

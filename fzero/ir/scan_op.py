@@ -19,6 +19,7 @@ from fzero.ir import fx_nodes, segment_text
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("scan(Tensor[] carry, Tensor[] xs, Tensor[] closed, str body, int length, bool reverse) -> Tensor[]")
 SCAN = torch.ops.fzero.scan.default
+BODY = 3  # the place of the body among its arguments
 
 
 def text_of(body: fx.GraphModule) -> str:
@@ -29,6 +30,11 @@ def text_of(body: fx.GraphModule) -> str:
 @functools.lru_cache(maxsize=256)
 def body_of(text: str) -> fx.GraphModule:
     """The body of this text. Raises ValueError for a text that is none. It must not be changed."""
+    return unshared_body_of(text)
+
+
+def unshared_body_of(text: str) -> fx.GraphModule:
+    """The same for a caller who changes it."""
     return segment_text.from_data(json.loads(text))
 
 

@@ -8,8 +8,8 @@ autocast. A gradient of a gradient too: `_Layer.backward` differentiates torch's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,10 +35,12 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     return _layers(KINDS[func], *args)
 
 
-def _decomposed(on_cuda: bool) -> AbstractContextManager[Any]:
-    """torch's own layers as elementary ops: cuDNN would read where the weights lie, and oneDNN saves nothing that a
-    trace sees (2.13.0)."""
-    return by_decompositions() if on_cuda else torch.backends.mkldnn.flags(enabled=False)
+@contextmanager
+def _decomposed(on_cuda: bool) -> Iterator[None]:
+    """torch's own layers as elementary ops: cuDNN would read where the weights lie, and oneDNN, which is taken on the
+    processor in the place of a device too, saves nothing that a trace sees (2.13.0)."""
+    with torch.backends.mkldnn.flags(enabled=False), by_decompositions() if on_cuda else nullcontext():
+        yield
 
 
 def _fits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -215,3 +215,10 @@ def test_errors_of_the_users_own_code_arrive_as_they_are() -> None:
     with pytest.raises(RuntimeError, match=r"reduction dim|size|shape") as caught:
         after_one_step(lambda p, b: (b @ torch.ones(4, 4)).sum() * p["w"].sum())
     assert any(entry.path == Path(__file__) for entry in caught.traceback)
+
+
+def test_a_deviation_of_a_narrow_parameter_has_a_gradient() -> None:
+    """The complaint: its cast to fp32 stood before what it is computed of, a KeyError."""
+    start = torch.tensor([1.0, 2.0, 4.0])
+    state = after_one_step(lambda p, b: p["w"].std().float() * b.mean(), {"w": start.half()})
+    assert state.params["w"].full().tolist() != start.tolist()

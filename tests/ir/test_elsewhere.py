@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fzero
 from fzero import backend
 from fzero._torch_compat import FakeTensorMode, fake_empty
+from fzero._torch_compat.device_autocast import WIDE, WIDE_NORM, WIDE_RESULT, WIDEST
 from fzero.ir import elsewhere, fx_nodes
 from fzero.ir.recorder import record
 
@@ -23,7 +27,7 @@ def traced(fn: Any, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
     """(op, the dtypes of its results, their devices) of a function of fake tensors of CUDA."""
     mode = FakeTensorMode()
     given = [fake_empty(mode, shape, dtype, CUDA) for shape in shapes]
-    with mode:
+    with elsewhere.chosen_for(CUDA), mode:
         gm = record(fn, given)
     found = []
     for node in gm.graph.nodes:
@@ -86,6 +90,18 @@ def test_other_threads_compute_as_ever() -> None:
         torch.testing.assert_close(own, other)
 
 
+def test_a_forward_of_another_thread_has_its_backward_afterwards() -> None:
+    """The complaint: "Could not run 'aten::_fused_rms_norm_backward'", where a step had begun beside a lowering."""
+    x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+    (expected,) = torch.autograd.grad(F.rms_norm(x, (8,)).square().sum(), x)
+    found = list[Tensor]()
+    with elsewhere.chosen_for(CUDA):
+        thread = threading.Thread(target=lambda: found.append(F.rms_norm(x, (8,)).square().sum()))
+        thread.start()
+        thread.join()
+    assert torch.equal(torch.autograd.grad(found[0], x)[0], expected)
+
+
 def test_nothing_is_left_behind() -> None:
     x = torch.randn(4, 8)
     expected = F.rms_norm(x, (8,))
@@ -98,3 +114,51 @@ def test_nothing_is_left_behind() -> None:
 
 def test_what_can_be_traced_here_is() -> None:
     assert elsewhere.device_elsewhere([torch.empty(2), torch.empty(2, device="meta"), 3]) is None
+
+
+def test_the_lists_of_autocast_are_torchs() -> None:
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+    listed: dict[str, set[str]] = {}
+    for policy, rows in re.findall(r"#define AT_FORALL_(\w+)\(_\)(.*?)\n\n", header, re.DOTALL):
+        listed[policy] = {".".join(filter(None, row)) for row in re.findall(r"_\((\w+)(?:, (\w+))?\)", rows)}
+    cast = torch._C._dispatch_has_kernel_for_dispatch_key
+    for policy, own in (("FP32", WIDE), ("FP32_SET_OPT_DTYPE", WIDE_RESULT), ("PROMOTE", WIDEST)):
+        known = {name for name in own if cast(f"aten::{name}", "AutocastCUDA")}  # not rms_norm before torch 2.12
+        assert known == {name for name in listed[policy] if "imname" not in name}
+    assert all(f'"{name}"' in header for name in WIDE_NORM)
+
+
+def cast(kind: str, fn: Any) -> Any:
+    x = torch.full((4, 4), 0.5)
+    with torch.autocast(kind, torch.bfloat16):
+        return [y.dtype for y in fn(x)]
+
+
+def test_other_threads_are_cast_as_ever() -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        y = x @ x
+        return [y, y.softmax(-1), y.exp(), torch.cat([x, y]), F.layer_norm(y, (4,)), F.cross_entropy(y, x), y.norm()]
+
+    expected, found = cast("cpu", fn), list[Any]()
+    with elsewhere.chosen_for(CUDA), torch.autocast("cuda", torch.bfloat16):
+        thread = threading.Thread(target=lambda: found.append(cast("cpu", fn)))
+        thread.start()
+        thread.join()
+        own = [y.dtype for y in fn(torch.full((4, 4), 0.5))]
+    assert found == [expected]
+    assert own == [torch.bfloat16, *[torch.float32] * 6]
+    assert cast("cpu", fn) == expected
+
+
+@pytest.mark.parametrize(
+    "call", [torch.cuda.synchronize, torch.cuda.Event, lambda: torch.empty(2).pin_memory(), torch.cuda.current_stream]
+)
+def test_a_question_of_a_device_is_refused_with_its_line(call: Any) -> None:
+    def loss(p: Tensor, b: Tensor) -> Tensor:
+        call()
+        return (p * b).sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), device="cuda")
+    with pytest.raises(fzero.CaptureError, match=r"test_elsewhere.py:\d+.*[Ll]eave"):
+        fzero.lower(spec, torch.empty(2), torch.empty(2), world_size=1)
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CPU")

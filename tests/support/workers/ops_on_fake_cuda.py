@@ -92,6 +92,9 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "autocast, losses": narrow(
         lambda y: F.mse_loss(y, y.square()) + F.binary_cross_entropy_with_logits(y, y.sigmoid())
     ),
+    "softmax of fp16 to fp32": lambda x: (
+        F.softmax(x.half(), -1, dtype=torch.float32) + F.log_softmax(x.half(), 0, dtype=torch.float32)
+    ),
     "capability": lambda x: x.tanh() if torch.cuda.get_device_capability(x.device)[0] == 9 else x.exp(),
     "closed over": lambda x: x + CLOSED_OVER,
 }
@@ -133,6 +136,29 @@ def layers(*of: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[Any, Ca
     return made
 
 
+def scanned(p: Any, x: Tensor) -> Tensor:
+    last, each = fzero.scan(lambda carry, row: (carry * p["w"] + row, carry.tanh()), x[:, 0], x.transpose(0, 1))
+    return (last.sum() + each.sum()).float()
+
+
+def spectrum(p: Any, x: Tensor) -> Tensor:
+    return torch.fft.rfftn((x * p["w"]).float(), dim=(0, 1)).abs().sum()
+
+
+def channels_last(p: Any, x: Tensor) -> Tensor:
+    x = (x * p["w"][:, None, None]).contiguous(memory_format=torch.channels_last)
+    return F.group_norm(x, 2, p["w"]).tanh().float().sum()
+
+
+def mixed(p: Any, x: Tensor) -> Tensor:
+    """What the lists of autocast say of the processor and of a device otherwise."""
+    y = x @ p["w"]
+    found = [y.softmax(-1), y.log_softmax(-1), y.cumsum(-1), y.exp(), y.rsqrt(), F.softplus(y), F.rms_norm(y, (16,))]
+    sums = [y.sum(-1), y.norm(dim=-1), y.logsumexp(-1), torch.cat([y, x]).sum(-1)[:2], torch.addcmul(x, y, y).sum(-1)]
+    products = [F.mse_loss(y, x), torch.einsum("bsw,btw->bst", y, x).mean(), F.cross_entropy(y, y.detach().argmax(1))]
+    return sum(z.float().mean() for z in (*found, *sums, *products))  # type: ignore[return-value]
+
+
 MODELS: dict[str, Callable[[], tuple[Any, Callable[[Any, Any], Tensor], Any]]] = {
     "gpt": lambda: model("gpt"),
     "llama": lambda: model("llama"),
@@ -144,10 +170,15 @@ MODELS: dict[str, Callable[[], tuple[Any, Callable[[Any, Any], Tensor], Any]]] =
     "one dim": layers(nn.Conv1d(4, 8, 3, padding=1), nn.Mish(), nn.Conv1d(8, 8, 4, groups=8), shape=(2, 4, 12)),
     "norms": layers(nn.LayerNorm(16), nn.RMSNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Softmax(-1), shape=(2, 8, 16)),
     "recurrent": layers(nn.LSTM(16, 8, 2, batch_first=True), shape=(2, 6, 16)),
+    "scan": lambda: ({"w": torch.empty(16)}, scanned, torch.empty(2, 8, 16)),
+    "spectrum": lambda: ({"w": torch.empty(16)}, spectrum, torch.empty(2, 8, 16)),
+    "channels last": lambda: ({"w": torch.empty(4)}, channels_last, torch.empty(2, 4, 8, 8)),
+    "losses": lambda: ({"w": torch.empty(16, 16)}, mixed, torch.empty(2, 8, 16)),
 }  # fmt: skip
 SPECS: dict[str, dict[str, Any]] = {
     "zero 3": {"mesh": {"dp": 2}, "zero": 3},
     "autocast": {"mesh": {"dp": 2}, "precision": "autocast"},
+    "autocast of fp16": {"mesh": {"dp": 2}, "zero": 2, "precision": "autocast_fp16"},
     "bf16": {"mesh": {"dp": 2}, "zero": 1, "precision": "bf16", "microbatches": 2, "remat": "full"},
 }
 
