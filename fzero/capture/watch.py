@@ -23,6 +23,7 @@ from fzero._torch_compat import (
     unwatched,
 )
 from fzero.capture import (  # these fill the column `traced`, and `refuse.REPLACED`
+    attention_dropout,  # noqa: F401
     ctc,  # noqa: F401
     embedding_bag,  # noqa: F401
     host_values,  # noqa: F401

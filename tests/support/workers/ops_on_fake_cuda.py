@@ -45,6 +45,19 @@ def by_products(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.5)
 
 
+def dropped(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(heads(x), heads(x), heads(x), dropout_p=0.5)
+
+
+def dropped_in_a_layer(x: Tensor) -> Tensor:
+    weights, bias = x.new_ones(3 * WIDTH, WIDTH), x.new_zeros(3 * WIDTH)
+    out = x.new_ones(WIDTH, WIDTH), x.new_zeros(WIDTH)
+    own = F.multi_head_attention_forward(
+        x, x, x, WIDTH, 2, weights, bias, None, None, False, 0.5, *out, need_weights=False
+    )
+    return own[0]
+
+
 def autocast(x: Tensor) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16):
         return F.scaled_dot_product_attention(heads(x), heads(x), heads(x))
@@ -82,6 +95,8 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "mask with a gradient": attended(attn_mask=lambda x: x[:, :ROWS]),
     "wide": attended(width=256),
     "dropout by products": by_products,
+    "dropout": dropped,
+    "dropout in a layer": dropped_in_a_layer,
     "autocast": autocast,
     "autocast, norms": narrow(lambda y: F.layer_norm(F.rms_norm(y, (WIDTH,)), (WIDTH,)), torch.bfloat16),
     "autocast, softmax": narrow(lambda y: y.softmax(-1) @ y.cumsum(-1).t(), torch.bfloat16),
