@@ -197,7 +197,7 @@ def _exponential_(mode: Keyed, x: Tensor, rate: float = 1.0) -> Tensor:
 
 
 def _normal_of(
-    mode: Keyed, mean: Any, std: Any, size: Any = None, *, dtype: torch.dtype | None = None, **how: Any
+    mode: Keyed, mean: Any, std: Any = 1.0, size: Any = None, *, dtype: torch.dtype | None = None, **how: Any
 ) -> Any:
     tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
     shape = tuple(size) if size is not None else torch.broadcast_shapes(*(x.shape for x in tensors))

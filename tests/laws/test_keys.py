@@ -208,6 +208,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # of ones
     "torch.normal": (lambda x: torch.normal(2 * x, 3 * x), 2, 9),
     "torch.normal, numbers": (lambda x: torch.normal(2.0, 3.0, x.shape), 2, 9),
     "torch.normal, one tensor": (lambda x: torch.normal(2 * x, 3.0), 2, 9),
+    "torch.normal, its own deviation": (lambda x: torch.normal(2 * x, 1.0), 2, 1),  # the dispatcher leaves it out
     "torch.bernoulli": (lambda x: torch.bernoulli(0.3 * x), 0.3, 0.21),
     "Tensor.bernoulli_": (lambda x: torch.empty_like(x).bernoulli_(0.3), 0.3, 0.21),
     "Tensor.bernoulli_, tensor": (lambda x: torch.empty_like(x).bernoulli_(0.3 * x), 0.3, 0.21),
