@@ -32,11 +32,8 @@ def device_elsewhere(values: Iterable[Any]) -> torch.device | None:
 
 
 @contextmanager
-def chosen_for(device: torch.device | None) -> Iterator[None]:
-    """A context in which what is traced on the processor has the ops of the device; None: those of its own."""
-    if device is None:
-        yield
-        return
+def chosen_for(device: torch.device) -> Iterator[None]:
+    """A context in which what is traced on the processor has the ops of the device."""
     with backend.traced_for(device), chosen_for_a_device():
         yield
 
