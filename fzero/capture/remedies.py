@@ -59,6 +59,7 @@ _NO_CUDA = (
 )
 TORCH_SAYS = {
     "Torch not compiled with CUDA enabled": _NO_CUDA,
+    "Found no NVIDIA driver": _NO_CUDA,
     "Tried to instantiate dummy base class": _NO_CUDA,
     "requires CUDA support": _NO_CUDA,
     "compiled without CUDA support": _NO_CUDA,

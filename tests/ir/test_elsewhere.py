@@ -154,6 +154,9 @@ def test_other_threads_are_cast_as_ever() -> None:
     "call", [torch.cuda.synchronize, torch.cuda.Event, lambda: torch.empty(2).pin_memory(), torch.cuda.current_stream]
 )
 def test_a_question_of_a_device_is_refused_with_its_line(call: Any) -> None:
+    if call is torch.cuda.Event and torch.version.cuda is not None:
+        pytest.skip("a torch for CUDA makes an event without a device")
+
     def loss(p: Tensor, b: Tensor) -> Tensor:
         call()
         return (p * b).sum()
