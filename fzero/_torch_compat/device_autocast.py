@@ -8,7 +8,6 @@ it leaves. So the rules of a device are registered for the processor while a ste
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero._torch_compat.trace import OpOverload
-from fzero.backend import CUDA
+from fzero.backend import CUDA, traced_device
 
 KIND, KEY = "cpu", torch._C.DispatchKey.AutocastCPU
 OFF = torch._C.DispatchKeySet(KEY)
@@ -45,13 +44,9 @@ WIDEST = {
 REFUSED = "binary_cross_entropy"  # torch says why
 
 
-class _Here(threading.local):
-    """on: whether this thread traces for a device."""
-
-    on = False
-
-
-here = _Here()
+def traces_for_a_device() -> bool:
+    """Whether this thread traces what is of a device that is elsewhere."""
+    return traced_device() is not None
 
 
 def cast_as_a_device(library: torch.library.Library) -> None:
@@ -69,9 +64,9 @@ def autocast_by_name() -> Iterator[None]:
     own = torch.autocast.__init__
 
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-        if here.on and device_type == CUDA.name:
+        if traces_for_a_device() and device_type == CUDA.name:
             device_type, dtype = KIND, dtype or torch.get_autocast_dtype(CUDA.name)
-        elif here.on and device_type == KIND:
+        elif traces_for_a_device() and device_type == KIND:
             dtype, enabled = torch.get_autocast_dtype(KIND), torch.is_autocast_enabled(KIND)
         own(self, device_type, dtype, enabled, *args, **kwargs)
 
@@ -102,7 +97,7 @@ def _rule(op: OpOverload, cast_there: bool, own: Any) -> Callable[..., Any]:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        on = here.on
+        on = traces_for_a_device()
         if not on and own is not None:
             return own.call_boxed(keyset, *args, **kwargs)
         if not (on and cast_there) and composite:

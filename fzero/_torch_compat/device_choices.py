@@ -14,7 +14,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # 2.11.0, 2.13.0
 from torch._decomp import decomposition_table  # 2.11.0, 2.13.0
 
-from fzero._torch_compat.device_autocast import autocast_by_name, cast_as_a_device, here
+from fzero._torch_compat.device_autocast import autocast_by_name, cast_as_a_device, traces_for_a_device
 from fzero._torch_compat.fakes import is_fake
 from fzero._torch_compat.trace import ONE_THREAD
 
@@ -23,39 +23,46 @@ CASTING = ("softmax", "log_softmax")  # a device's kernels cast fp16 to fp32 the
 aten = torch.ops.aten
 
 
-def choose_as_a_device(backend: str) -> torch.library.Library:
-    """Gives tensors of a dispatcher's backend ("CUDA", "CPU") the ops of a device, for as long as the library lives.
-    On the processor, that is in `chosen_for_a_device` alone."""
+def choose_on_a_device() -> torch.library.Library:
+    """Gives fake tensors of CUDA the ops of a device, for as long as the library lives."""
     library = torch.library.Library("aten", "IMPL")
-    for key in (backend, f"Autograd{backend}"):
-        library.impl("scaled_dot_product_attention", _attention if backend == "CUDA" else _attention_here, key)
-        for name in CASTING if backend == "CPU" else ():
-            library.impl(f"{name}.int", _casting(name), key)
-        if backend == "CPU":
-            library.impl("group_norm", _group_norm, key)
-    for name in WHOLE:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", backend):
-            library.impl(name, _never_run if backend == "CUDA" else _apart(name), backend)
-            if backend == "CPU":
-                library.impl(name, _in_parts_for_others(name), "AutogradCPU", with_keyset=True)
-    if backend == "CPU":
-        library.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], backend)
+    for key in ("CUDA", "AutogradCUDA"):
+        library.impl("scaled_dot_product_attention", _attention, key)
+    for name in _without_kernel("CUDA"):
+        library.impl(name, _never_run, "CUDA")
     return library
 
 
 @contextmanager
 def chosen_for_a_device() -> Iterator[None]:
-    """Within it this thread traces tensors of the processor by the ops of a device. Other threads compute as ever."""
+    """Within it a thread that traces for a device has its ops on the processor. Other threads compute as ever."""
     with ONE_THREAD:  # the ops of a process are registered once
-        library = choose_as_a_device("CPU")
+        library = torch.library.Library("aten", "IMPL")
+        _choose_here(library)
         cast_as_a_device(library)
-        here.on = True
         try:
             with autocast_by_name():
                 yield
         finally:
-            here.on = False
             library._destroy()
+
+
+def _choose_here(library: torch.library.Library) -> None:
+    for key in ("CPU", "AutogradCPU"):
+        library.impl("scaled_dot_product_attention", _attention_here, key)
+        library.impl("group_norm", _group_norm, key)
+        for name in CASTING:
+            library.impl(f"{name}.int", _casting(name), key)
+    for name in _without_kernel("CPU"):
+        library.impl(name, _apart(name), "CPU")
+        library.impl(name, _in_parts_for_others(name), "AutogradCPU", with_keyset=True)
+    library.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], "CPU")
+
+
+def _without_kernel(backend: str) -> list[str]:
+    """Of `WHOLE`, what a dispatcher's backend has no kernel of."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in WHOLE if not has(f"aten::{name}", backend)]
 
 
 def _never_run(*_: Any) -> Any:
@@ -105,7 +112,7 @@ def _attention_here(*args: Any, **options: Any) -> Any:
 
 def _is_traced(x: torch.Tensor) -> bool:
     """Whether this thread traces for a device, and x is no value that is known."""
-    return here.on and is_fake(_unwrapped(x))
+    return traces_for_a_device() and is_fake(_unwrapped(x))
 
 
 def _unwrapped(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch._subclasses import fake_tensor  # 2.11.0, 2.13.0
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
-from fzero._torch_compat.device_choices import choose_as_a_device
+from fzero._torch_compat.device_choices import choose_on_a_device
 from fzero._torch_compat.fakes import fake_of_form, is_fake
 from fzero.backend import CUDA, FAKE_CUDA
 
@@ -60,7 +60,7 @@ def prepare_fake_cuda() -> torch.library.Library:
     ops that torch takes on an H100 (`device_choices`): a torch without CUDA takes them apart, into products and loops.
     What has no rule of shapes gets one, or the processor's kernel."""
     getattr(ctypes.CDLL(None), FAKE_CUDA)()
-    library = choose_as_a_device("CUDA")
+    library = choose_on_a_device()
     for name, rule in SHAPES.items():
         library.impl(name, rule, "Meta")
     # what Python asks: torch.autocast (2.11.0, 2.13.0), and libraries that choose their own kernels

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,32 +17,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fzero.capture.refuse import REPLACED
 
-DROPPED, OF_LAYERS = 4, inspect.signature(F.multi_head_attention_forward)  # the place of `dropout_p`; the arguments
+LAYERS = inspect.signature(F.multi_head_attention_forward)
 
 
-def _by_products(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _by_products(fn: Callable[..., Any], drops: Callable[..., bool]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if not (kwargs.get("dropout_p") or (len(args) > DROPPED and args[DROPPED])):
-            return fn(*args, **kwargs)
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH) if drops(*args, **kwargs) else nullcontext():
             return fn(*args, **kwargs)
 
     return called
 
 
-def _layers_by_products(fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        given = OF_LAYERS.bind(*args, **kwargs)
-        given.apply_defaults()
-        if not (given.arguments["training"] and given.arguments["dropout_p"]):
-            return fn(*args, **kwargs)
-        with sdpa_kernel(SDPBackend.MATH):
-            return fn(*args, **kwargs)
-
-    return called
+def _attention_drops(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any, **__: Any
+) -> bool:
+    return dropout_p > 0
 
 
-REPLACED[F.scaled_dot_product_attention] = _by_products(F.scaled_dot_product_attention)
-REPLACED[F.multi_head_attention_forward] = _layers_by_products(F.multi_head_attention_forward)
+def _layers_drop(*args: Any, **kwargs: Any) -> bool:
+    given = LAYERS.bind(*args, **kwargs)
+    given.apply_defaults()
+    return bool(given.arguments["training"]) and given.arguments["dropout_p"] > 0
+
+
+REPLACED[F.scaled_dot_product_attention] = _by_products(F.scaled_dot_product_attention, _attention_drops)
+REPLACED[F.multi_head_attention_forward] = _by_products(F.multi_head_attention_forward, _layers_drop)

@@ -16,9 +16,8 @@ from torch import fx
 
 from fzero import backend
 from fzero._torch_compat import FakeTensor, chosen_for_a_device, fake_of_form, move_fake
+from fzero.ir.forms import HOST
 from fzero.ir.scan_op import BODY, SCAN, text_of, unshared_body_of
-
-HOST = torch.device("cpu")
 
 
 def device_elsewhere(values: Iterable[Any]) -> torch.device | None:
