@@ -110,14 +110,15 @@ class Mixin(CheckpointFiles):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The batches of a window, of one shape on all ranks, and its number of items: counted in the exchange in which
-        ranks agree on lengths, where they do."""
+        ranks agree on lengths, where they do. Without `average_tokens_across_devices` it is that of this rank."""
         together = self.args.world_size > 1 and self._shapes.pads_to() > 0
         with data_ranks.alone(self.accelerator) if together else contextlib.nullcontext():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         own = float(items) if together and items is not None else 0.0
         batches, _, _, total = self._shapes.shaped(batches, self.args.train_batch_size, own)
         self._window = []
-        return batches, torch.full_like(items, total) if together and isinstance(items, torch.Tensor) else items
+        summed = together and self.args.average_tokens_across_devices and isinstance(items, torch.Tensor)
+        return batches, torch.full_like(items, total) if summed else items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keeps a micro batch; the last of a window makes the step. Returns this rank's loss then, and 0 before."""
