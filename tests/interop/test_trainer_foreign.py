@@ -122,6 +122,27 @@ class WithAllLogits(transformers.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
+class Thawing(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == 2:
+            model.bert.requires_grad_(True)
+
+
+def test_a_callback_that_thaws_parameters_is_an_error(tmp_path: Path) -> None:
+    """The complaint: it changed nothing, without a word."""
+
+    def make() -> Any:
+        model = bert("BertForSequenceClassification", num_labels=3)
+        model.bert.requires_grad_(False)
+        return model
+
+    with pytest.raises(ConfigError, match=r"requires_grad of 'bert\.emb.* became True while training: .* two calls"):
+        run(OURS, tmp_path, seeded(make), classified(12, 0), callbacks=[Thawing()])
+    assert (
+        run(OURS, tmp_path, seeded(make), classified(12, 0), max_steps=2, callbacks=[Thawing()]).state.global_step == 2
+    )
+
+
 @pytest.mark.parametrize("where", ["function", "method"])
 def test_places_are_not_padded_for_a_loss_of_the_users(where: str, tmp_path: Path) -> None:
     """The complaint: rows of 20 tokens were padded to 64 without a word, and a loss of the user's counted the rest."""
