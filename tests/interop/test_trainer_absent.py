@@ -82,3 +82,14 @@ def test_gathered_parameters_are_plain_and_absent_afterwards(trainer: Any) -> No
     assert torch.equal(whole, fzero.unshard(trainer.engine.state.params)["lm_head.weight"])
     with pytest.raises(FzeroError, match="gathered"):
         trainer.model.lm_head.weight.sum()
+
+
+def test_a_module_with_its_values_clears_its_gradients(trainer: Any) -> None:
+    """Without them there is nothing to look through after each step."""
+    trainer.model.zero_grad()
+    with trainer.gathered() as model:
+        weight = model.lm_head.weight
+        weight.grad = torch.ones_like(weight)
+        model.zero_grad()
+        assert weight.grad is None
+    assert "zero_grad" in vars(trainer.model)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
@@ -73,7 +74,8 @@ class Seen:
         over the ranks). A collective: `gather(row)` returns the rows of all ranks, or is None for one rank."""
         sizes = [_sizes(batch) for batch in batches]
         asked = [(dim, i) for dim in sizes[0] for i in (0, 1)][:NUM_DIMS]
-        now = {(dim, i) for held, length in zip(sizes, own, strict=True) for dim, size in held.items() for i in (0, 1)
+        alike = {(id(held), length): (held, length) for held, length in zip(sizes, own, strict=True)}.values()
+        now = {(dim, i) for held, length in alike for dim, size in held.items() for i in (0, 1)
                if length[i] and size != length[i]}  # fmt: skip
         row = [max(length[i] for length in own) for i in (0, 1)]
         row += [-min((length[i] for length in own if length[i]), default=NONE) for i in (0, 1)]
@@ -86,7 +88,7 @@ class Seen:
             if row[i]:
                 low, high = self._ends.get(i, (NONE, 0))
                 self._ends[i] = min(low, -row[2 + i]), max(high, row[i])
-        for held in sizes:
+        for held, _ in alike:
             self._warn(held)
         open_ = any(row[i] and not self._varies(i) and not _named(*dim, i) and (dim, i) not in self._others
                     for dim in sizes[0] for i in (0, 1))  # fmt: skip
@@ -117,11 +119,16 @@ class Seen:
                             "size has a program. Pad it in the collator", dim[1], path, first, size)  # fmt: skip
 
 
-def _sizes(batch: Batch) -> dict[Dim, int]:
+def _sizes(batch: Batch) -> Mapping[Dim, int]:
     """The size of each dim but the rows', in an order that all ranks share. Labels that are no integers have no value
     that weighs nothing, so they have no length."""
     leaves = [x for x in zip(*tree.flatten(dict(batch))[:2], strict=True) if isinstance(x[1], Tensor)]
     shapes = sorted((path, leaf.shape) for path, leaf in leaves if path != "labels" or not leaf.is_floating_point())
+    return _dims(tuple(shapes))
+
+
+@lru_cache(maxsize=64)
+def _dims(shapes: tuple[tuple[str, torch.Size], ...]) -> Mapping[Dim, int]:
     return {(path, dim - len(shape)): shape[dim] for path, shape in shapes for dim in range(1, len(shape))}
 
 

@@ -76,6 +76,8 @@ class BatchShapes:
         if key is not None and to[0] and not masked:
             whole = key[..., 0] if key is batch.get(batch_lengths.EMBEDDED) else key
             mask = torch.ones_like(whole, dtype=torch.int64)
+        elif all(length in (0, longest) for length, longest in zip(own, to, strict=True)):
+            return batch  # it has that length
         places = self.seen.places(batch if mask is None else {**batch, "attention_mask": mask}, own)
         fills = {**dict.fromkeys(shapes.TOKENS, self._pad_token()), "special_tokens_mask": 1}
         fills |= dict.fromkeys(("labels", *self.trainer.label_names), shapes.IGNORED)

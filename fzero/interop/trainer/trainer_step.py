@@ -125,24 +125,28 @@ def window(
         last = torch.arange(microbatches, device=device) == number - 1
         more = {"tail": shapes.joined([batches[-1]] * microbatches), "last": last}
         batches = [*batches[:-1], batches[0]]
-    weight = torch.tensor([1] * number + [0] * short, device=device)
-    once = torch.tensor([1] + [0] * (microbatches - 1), device=device)
+    weight, once, slots = _of_places(number, microbatches, place, device)
     batch = {
         "inputs": shapes.joined([*batches, *[batches[0]] * short]),
         "weight": weight,
         "count": once if scaled else weight,
-        "slots": _slots(microbatches, place, device),
+        "slots": slots,
         **(of_window(number, microbatches, device) if tracks else {}),
         **more,
     }
     return batch if items is None else {**batch, "items": whole(items, device).expand(microbatches).contiguous()}
 
 
-def _slots(microbatches: int, place: tuple[int, int], device: Any) -> Tensor:
-    """For each micro batch, which entry of the metric LOSSES is its own on this data rank."""
+@functools.lru_cache(maxsize=16)
+def _of_places(number: int, microbatches: int, place: tuple[int, int], device: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """For each micro batch of a window, whether it is one of its `number`, whether it is the first, and which entry of
+    the metric LOSSES is its own on this data rank. A step only reads them."""
     rank, ranks = place
-    own = torch.eye(microbatches, dtype=torch.bool, device=device)
-    return F.pad(own, (rank * microbatches, (ranks - rank - 1) * microbatches))
+    index = torch.arange(microbatches)
+    own = torch.eye(microbatches, dtype=torch.bool)
+    slots = F.pad(own, (rank * microbatches, (ranks - rank - 1) * microbatches))
+    weight, once = (index < number).to(torch.int64), (index == 0).to(torch.int64)
+    return weight.to(device), once.to(device), slots.to(device)
 
 
 def losses(metrics: Any, number: int, microbatches: int, scaled: bool, place: tuple[int, int]) -> Tensor:
