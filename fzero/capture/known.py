@@ -170,11 +170,18 @@ class Known:
         with unwatched():
             return value.clone()
 
-    def places(self, indices: Sequence[Any]) -> list[Any]:
-        """The indices of `x[...]`, a mask that is known replaced by the indices of its true elements."""
+    def places(self, shape: Sequence[int], indices: Sequence[Any]) -> list[Any]:
+        """The indices of `x[...]` of an x of this shape, a mask that is known replaced by the indices of its true
+        elements. Raises IndexError, as torch does, for one of other dims than x has there."""
         replaced: list[Any] = []
         for index in indices:
             mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            at = len(replaced)
+            if mask and tuple(index.shape) != tuple(shape[at : at + index.dim()]):
+                raise IndexError(
+                    f"The shape of the mask {list(index.shape)} at index {at} does not match the shape of the indexed "
+                    f"tensor {list(shape)} at index {at} (a rank, and a micro batch, has its own rows of the batch)"
+                )
             value = self.value(torch.ops.aten.nonzero.default, (index,), {}) if mask else None
             with unwatched():
                 columns = [] if value is None else [column.clone() for column in value[0].unbind(1)]

@@ -68,7 +68,9 @@ def add_region(
     tracing.regions.append(
         Region(gm, values, of.grad_of, of.summed, of.wire, sliced=cuts, microbatches=microbatches, source=user_line())
     )
-    return REGION([*inputs, *extra], index)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    with torch.set_grad_enabled(differentiated):  # what is closed over is a constant, whether it requires grad or not
+        return REGION([*inputs, *extra], index)
 
 
 def _finish_early(gm: fx.GraphModule) -> None:

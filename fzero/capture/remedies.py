@@ -167,7 +167,8 @@ REMEDIES = {
     "nn/modules/transformer.py": "It asks whether the mask is causal: pass is_causal=True or False beside mask=, or "
     "make the mask outside of the batch and the state",
     "_pack_padded_sequence": "Lengths of packed sequences are values: run the padded batch, and multiply what comes "
-    "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather",
+    "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather. The other "
+    "direction begins with the padding then: run it as a layer of its own, on rows turned round by torch.gather",
     "one_hot(": "Say num_classes=",
     "aten.repeat_interleave": "Say output_size=, or repeat by an index from the batch",
     "aten.bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",

@@ -152,9 +152,9 @@ class Watch(TorchDispatchMode):
         if (traced := of(func).traced) is not None:
             return traced(known, *args, **kwargs)
         if func is aten.index.Tensor:
-            args = (args[0], known.places(args[1]))
+            args = (args[0], known.places(args[0].shape, args[1]))
         elif func is aten.masked_select.default and args[0].shape == args[1].shape:
-            places = known.places([args[1]])
+            places = known.places(args[0].shape, [args[1]])
             func, args = (func, args) if places[0] is args[1] else (aten.index.Tensor, (args[0], places))
         if READS.intersection(func.tags) and (value := known.value(func, args, kwargs)) is not None:
             device = next((x.device for x in fx_values.tensors(args)), torch.device("cpu"))

@@ -27,6 +27,7 @@ from fzero._torch_compat import is_fake, unwatched, version
 from fzero.capture.context import active
 from fzero.capture.provenance import describe
 from fzero.capture.reads.host_draws import apart
+from fzero.capture.reads.module_parts import standing_in
 from fzero.capture.refuse import Refused
 from fzero.errors import CaptureError, TreeError, leaf_name
 from fzero.interop import _hf_compat, closures, refused_modules
@@ -98,12 +99,12 @@ class Apply:
             }
         memo |= self._placed("buffers", self._module.named_buffers(), placed)
         with unwatched(), apart():  # a part that is copied by pickle has no fake tensors in it
-            module = closures.copied(self._module, self._bound, memo)[0]
+            module, _, copies = closures.copied(self._module, self._bound, memo)
         versions = {name: version(value) for name, value in placed.items()}
         before = [version(value) for value in self._others]
         flags = {name: value.requires_grad for name, value in placed.items()}
         try:
-            with _hf_compat.capturing(module) if traced else Guard(self.name, params):
+            with _hf_compat.capturing(module) if traced else Guard(self.name, params), standing_in(copies.values()):
                 output = function(module)
         except Refused as error:
             for name, value in placed.items():

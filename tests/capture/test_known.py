@@ -293,3 +293,18 @@ def test_memory_that_is_read_on_the_host_is_the_tensors(how: str, change: Callab
     change(weights)
     with pytest.raises(CaptureError, match="changed in place"):
         fzero.step(state, X)
+
+
+@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("how", ["closed over", "static"])
+def test_a_known_mask_of_another_size_is_an_error_as_in_torch(how: str, size: int) -> None:
+    """The complaint: its true elements were taken as indices, which lay within x: a number where torch has none."""
+    mask = torch.arange(size) < 2
+    x, w = torch.ones(4, 3), torch.ones(3)
+    spec = fzero.Spec(
+        loss=lambda p, b: (b["x"][mask if how == "closed over" else b["mask"]] @ p["w"]).sum(),
+        optimizer=fzero.optim.sgd(0.1),
+    )
+    batch = {"x": x} if how == "closed over" else {"x": x, "mask": fzero.static(mask)}
+    with pytest.raises(IndexError, match=rf"test_known.py:\d+.*shape of the mask \[{size}\] at index 0 does not match"):
+        fzero.lower(spec, {"w": w}, batch)

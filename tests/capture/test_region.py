@@ -222,3 +222,25 @@ def test_a_deviation_of_a_narrow_parameter_has_a_gradient() -> None:
     start = torch.tensor([1.0, 2.0, 4.0])
     state = after_one_step(lambda p, b: p["w"].std().float() * b.mean(), {"w": start.half()})
     assert state.params["w"].full().tolist() != start.tolist()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_teacher_that_requires_grad_is_a_constant_under_no_grad(microbatches: int) -> None:
+    """The complaint: AdamW's kernel was said to be differentiated, of a teacher that was not frozen."""
+    torch.manual_seed(0)
+    teacher, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    losses = []
+    for frozen in (False, True):
+        teacher.requires_grad_(not frozen)
+
+        def loss(params: Any, batch: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = teacher(batch)
+            return (batch @ params["w"] - target).square().mean()
+
+        spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(0.1), microbatches=microbatches)
+        state = fzero.init({"w": torch.zeros(3, 2)}, spec)
+        for _ in range(3):
+            state = fzero.step(state, x)
+        losses.append(float(state.metrics["loss"]))
+    assert losses[0] == losses[1]

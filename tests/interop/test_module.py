@@ -9,6 +9,7 @@ import logging
 import pickle
 import random
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch.nn.utils import prune
 
 import fzero
 from fzero import tree
+from fzero.errors import CaptureError
 from fzero.interop import from_module
 
 
@@ -606,3 +608,33 @@ def test_frozen_parameters_are_named_and_can_stay(caplog: pytest.LogCaptureFixtu
     assert len(fzero.lower(plain, params, words(0, 0)).program.trainable) == 3
     everything = fzero.Spec(loss=tied_loss(apply, buffers), optimizer=fzero.optim.adamw(0.1), trainable="**")
     assert fzero.init(params, everything).runtime.spec.trainable == "**"
+
+
+class Warming(nn.Module):
+    """Its loss grows with its calls, as that of an autoencoder whose KL term is warmed up."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.out, self.how, self.calls, self.beside = nn.Linear(2, 1), how, 0, SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.out(x).square().mean()
+        if self.how == "a part's":
+            self.beside.calls += 1
+            return loss * min(1.0, self.beside.calls / 10)
+        self.calls += 1
+        return loss if self.how == "unread" else loss * min(1.0, self.calls / 10)
+
+
+@pytest.mark.parametrize("how", ["its own", "a part's", "unread"])
+def test_a_number_that_a_module_counts_is_refused(how: str) -> None:
+    """The complaint: each step had a copy of the module whose count was 0, without a word. One that nothing reads is
+    allowed."""
+    params, buffers, apply = from_module(nn.Sequential(Warming(how)))
+    spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x), optimizer=fzero.optim.sgd(0.1))
+    state = fzero.init(params, spec, key=fzero.random.key(0))
+    if how == "unread":
+        fzero.step(state, torch.ones(4, 2))
+        return
+    with pytest.raises(CaptureError, match=r"self\.(beside\.)?calls, which Warming.forward .* from 0 to 1"):
+        fzero.step(state, torch.ones(4, 2))

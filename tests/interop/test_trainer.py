@@ -74,6 +74,14 @@ def test_two_ranks_train_as_two_ranks_of_the_stock_trainer_do(name: str, tmp_pat
     assert all(same_bits(outcomes[0][1].params[n], outcomes[1][1].params[n]) for n in outcomes[0][1].params)
 
 
+def test_two_ranks_divide_by_their_own_tokens_if_asked(tmp_path: Path) -> None:
+    """The complaint: without `average_tokens_across_devices` losses and gradients were halved on two ranks."""
+    options = {"max_steps": 4, "average_tokens_across_devices": False, "optim": "sgd"}
+    for stock, ours in values(gloo(2, on_rank, str(tmp_path), "llama", options)):
+        assert gap(ours.losses, stock.losses) < CLOSE
+        assert gap(ours.norms, stock.norms) < CLOSE
+
+
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.acceptance
 def test_in_bf16_it_is_as_near_fp32_as_the_stock_trainer(name: str, tmp_path: Path) -> None:

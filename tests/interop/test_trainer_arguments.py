@@ -193,6 +193,16 @@ def test_a_ds_config_decides_the_spec(tmp_path: Path) -> None:
     )  # DeepSpeed's lag: the first two updates have the least rate
 
 
+def test_blocks_in_json_are_those_of_a_command_line(tmp_path: Path) -> None:
+    """The complaint: `--deepspeed '{...}'`, which transformers reads, was taken for a file's name."""
+    args = TrainingArguments(str(tmp_path), **QUIET, deepspeed='{"zero_optimization": {"stage": 1}}')
+    assert given_of(args)["zero"] == 1  # type: ignore[index]
+    args = TrainingArguments(str(tmp_path), **QUIET, fsdp="true", fsdp_config='{"reshard_after_forward": false}')
+    assert given_of(args)["zero"] == 2  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"TrainingArguments\(deepspeed=\): line 1"):
+        TrainingArguments(str(tmp_path), **QUIET, deepspeed='{"zero_optimization": True}')
+
+
 def test_a_ds_config_without_a_schedule_has_that_of_the_arguments(tmp_path: Path) -> None:
     """And trains as the arguments alone do, from whose optimizer it takes nothing else."""
     document = {name: block for name, block in AUTO.items() if name != "scheduler"}

@@ -35,6 +35,7 @@ from trainers import (  # noqa: E402
     result,
     run,
     seeded,
+    sequences,
     stacked,
     text,
 )  # fmt: skip
@@ -103,6 +104,53 @@ def test_places_are_not_padded_where_they_would_count(name: str, tmp_path: Path)
         assert_alike(tmp_path, lambda: bert("BertForQuestionAnswering"), text(20, 0), answers, max_steps=4)
     else:
         assert_alike(tmp_path, Pooled, classified(16, 0), maskless, max_steps=4)
+
+
+def with_all_logits(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss of the user's that counts every place, as a distance to a teacher's logits does."""
+    return F.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten()) + outputs.logits.square().mean()
+
+
+class WithAllLogits(transformers.Trainer):  # type: ignore[misc]
+    """What a script writes over `compute_loss`, here over both Trainers'."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = with_all_logits(outputs, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Thawing(transformers.TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == 2:
+            model.bert.requires_grad_(True)
+
+
+def test_a_callback_that_thaws_parameters_is_an_error(tmp_path: Path) -> None:
+    """The complaint: it changed nothing, without a word."""
+
+    def make() -> Any:
+        model = bert("BertForSequenceClassification", num_labels=3)
+        model.bert.requires_grad_(False)
+        return model
+
+    with pytest.raises(ConfigError, match=r"requires_grad of 'bert\.emb.* became True while training: .* two calls"):
+        run(OURS, tmp_path, seeded(make), classified(12, 0), callbacks=[Thawing()])
+    assert (
+        run(OURS, tmp_path, seeded(make), classified(12, 0), max_steps=2, callbacks=[Thawing()]).state.global_step == 2
+    )
+
+
+@pytest.mark.parametrize("where", ["function", "method"])
+def test_places_are_not_padded_for_a_loss_of_the_users(where: str, tmp_path: Path) -> None:
+    """The complaint: rows of 20 tokens were padded to 64 without a word, and a loss of the user's counted the rest."""
+    rows = [{"input_ids": ids, "labels": ids.clone()} for ids in sequences(8, 0, 20, 20)]
+    given: dict[str, Any] = {"compute_loss_func": with_all_logits} if where == "function" else {"over": WithAllLogits}
+    assert_alike(
+        tmp_path, lambda: llama()[0], rows, eval_dataset=rows[:4], eval_strategy="steps", eval_steps=3, **given
+    )
 
 
 def test_a_step_of_several_lengths_says_what_to_do(tmp_path: Path) -> None:

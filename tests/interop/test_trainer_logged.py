@@ -32,13 +32,14 @@ class Logging:
 
 
 def logging(kind: str, folder: Path, loss: type = Logging, **options: Any) -> Any:
-    """A Trainer of either kind with that loss, that has run."""
+    """A Trainer of either kind with that loss, which leaves padded places out, that has run."""
     from fzero.interop import Trainer, TrainingArguments
 
     kinds: dict[str, Any] = {
         OURS: (Trainer, TrainingArguments), STOCK: (transformers.Trainer, transformers.TrainingArguments)
     }  # fmt: skip
     base, arguments = kinds[kind]
+    options = {"pad_to": 32, **options} if kind == OURS else options
     args = arguments(str(folder), **{**QUIET, "max_steps": 4, "gradient_accumulation_steps": 1, **options})
     data = {"train_dataset": text(16, 0), "eval_dataset": text(6, 1)}
     trainer = type("Own", (loss, base), {})(llama()[0], args, data_collator=padded, **data)

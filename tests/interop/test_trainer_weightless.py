@@ -98,6 +98,60 @@ def test_rows_without_labels_weigh_nothing_where_short_batches_are_filled(name: 
         assert torch.allclose(short, long, rtol=3e-6, atol=0), f"{name}: {float(short)} and {float(long)}"
 
 
+ONE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SPECIAL_TEXT = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **ONE}
+
+
+def pairs(kind: str, places: int) -> Any:
+    """A model that compares pictures of 8 x 8 and text."""
+    parts = {
+        "vision_config": {"image_size": 8, "patch_size": 4, **ONE},
+        "text_config": {**SPECIAL_TEXT, "max_position_embeddings": places},
+    }
+    made = getattr(transformers, kind)
+    torch.manual_seed(0)
+    return made(made.config_class(**parts))
+
+
+def test_a_model_that_compares_rows_is_not_padded() -> None:
+    """The complaint: SigLIP's text is read at its last place, which was a padded one, without a word."""
+    made, ids = pairs("SiglipModel", 64), batch("masked")
+    given = {"input_ids": ids["input_ids"], "pixel_values": torch.randn(4, 3, 8, 8), "return_loss": True}
+    longer = {**given, "input_ids": F.pad(ids["input_ids"], (0, LONGER - LENGTH))}
+    with torch.no_grad():
+        assert not torch.allclose(made(**given).loss, made(**longer).loss, rtol=1e-5)
+    trainer = Trained(made)
+    trainer.label_names = []
+    assert not weightless.places(trainer)
+
+
+def test_blocks_that_all_places_look_at_are_not_padded() -> None:
+    """The complaint: BigBird's last block was one of padded places, without a word. Its full attention masks."""
+    for kind, pads in (("block_sparse", False), ("original_full", True)):
+        options = {**SPECIAL_TEXT, "attention_type": kind, "block_size": 4, "num_random_blocks": 1}
+        assert (
+            weightless.places(Trained(transformers.BigBirdForMaskedLM(transformers.BigBirdConfig(**options)))) == pads
+        )
+
+
+def test_no_more_places_than_there_are_positions() -> None:
+    """The complaint: CLIP's text (77 places) and Whisper's labels (448) were padded to the next power of two, and the
+    model refused them."""
+    decoders = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.BertConfig(max_position_embeddings=20), transformers.GPT2Config(n_positions=30)
+    )
+    led = transformers.LEDConfig(max_encoder_position_embeddings=40, max_decoder_position_embeddings=8)
+    configs = {
+        "text": (pairs("CLIPModel", 16).config, (16, 16)),
+        "audio": (transformers.WhisperConfig(max_target_positions=32), (None, 32)),
+        "two models": (decoders, (20, 30)),
+        "a side each": (led, (40, 8)),
+        "MPT": (transformers.MptConfig(max_seq_len=24), (24, 24)),
+    }  # fmt: skip
+    for name, (config, expected) in configs.items():
+        assert (weightless.most(config, False), weightless.most(config, True)) == expected, name
+
+
 @pytest.mark.parametrize("head", ["Token", "Sequence"])
 def test_heads_that_models_share_are_padded(head: str) -> None:
     """The complaint: a Llama with a head of `transformers.modeling_layers` was taken for a model of the user's: each

@@ -219,18 +219,20 @@ def run(
     kind: str, folder: Path, model: Any, rows: Any, collate: Collate = padded, resume: str | None = None, **given: Any
 ) -> Any:
     """A Trainer of either kind that has run. given: of the Trainer (optimizers, compute_metrics, eval_dataset), and of
-    TrainingArguments."""
+    TrainingArguments; over: a subclass of transformers' Trainer, whose methods lie over either kind's."""
     import transformers
 
     from fzero.interop import Trainer, TrainingArguments
 
-    names = ("optimizers", "compute_metrics", "eval_dataset", "callbacks")
+    names = ("optimizers", "compute_metrics", "eval_dataset", "callbacks", "compute_loss_func")
+    over = given.pop("over", None)
     beside = {name: given.pop(name) for name in names if name in given}
     options = {**QUIET, "max_steps": 6, "gradient_accumulation_steps": 1, **given}
     kinds: dict[str, Any] = {
         OURS: (Trainer, TrainingArguments), STOCK: (transformers.Trainer, transformers.TrainingArguments)
     }  # fmt: skip
     trainer, arguments = kinds[kind]
+    trainer = type("Trainer", (trainer,), {n: f for n, f in vars(over).items() if callable(f)}) if over else trainer
     made = trainer(model, arguments(str(folder), **options), data_collator=collate, train_dataset=rows, **beside)
     made.train(resume_from_checkpoint=resume)
     return made

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
 from fzero._torch_compat import forward_hooks
+
+_COPIES: ContextVar[frozenset[int]] = ContextVar("fzero_copies", default=frozenset())
+
+
+@contextmanager
+def standing_in(copies: Iterable[Any]) -> Iterator[None]:
+    """While here, a call works on these copies of what the user holds: what it counts in them, the user counts."""
+    holders = {id(holder) for copy in copies for holder in (copy, getattr(copy, "__dict__", copy))}
+    token = _COPIES.set(_COPIES.get() | holders)
+    try:
+        yield
+    finally:
+        _COPIES.reset(token)
+
+
+def stands_in(holder: Any) -> bool:
+    """Whether what holds a value is one of the copies that a call in progress works on."""
+    return id(holder) in _COPIES.get()
 
 
 class ModuleParts:

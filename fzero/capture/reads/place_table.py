@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from fzero.capture.provenance import defined_at
-from fzero.capture.reads import host_draws, read_places, worth
+from fzero.capture.reads import host_draws, module_parts, read_places, worth
 from fzero.capture.reads.cells import Cells
 from fzero.capture.reads.frames import USER, kind_of_code
 from fzero.capture.reads.read_places import ATTRIBUTE, ENTRY, ReadPlace, Spot
@@ -29,12 +29,14 @@ PlaceId = tuple[str, int, Any]
 @dataclass
 class _Written:
     """A place that the traced functions write to: its value before, and whether the line that writes it also
-    reads it, as a count does (the longest sequence so far is written, too, but it is no count)."""
+    reads it, as a count does (the longest sequence so far is written, too, but it is no count). copied: of a copy, made
+    for this call, of what the user holds."""
 
     before: Any
     name: str
     where: str
     from_itself: bool
+    copied: bool
 
 
 @dataclass
@@ -56,7 +58,8 @@ class PlaceTable:
 
     def write(self, spot: Spot, before: Any, name: str, where: str, from_itself: bool) -> None:
         """A line writes to a place. before: its value then. from_itself: the line also reads it."""
-        self.written.setdefault((spot[0], id(spot[1]), spot[2]), _Written(before, name, where, from_itself))
+        written = _Written(before, name, where, from_itself, module_parts.stands_in(spot[1]))
+        self.written.setdefault((spot[0], id(spot[1]), spot[2]), written)
 
     def change(self, container: Any) -> None:
         """A line changes what a container holds."""
@@ -127,6 +130,9 @@ class PlaceTable:
             self._fill(known, place)
             place.whole = id(place.value) in self.ended
         self.ended.clear()
+        for known, written in self.written.items():
+            if written.copied:
+                self._refuse_count(written, self.places.get(known))
         self._drop_short_lived()  # a copy of a configuration, which the functions may change
         for known, written in self.written.items():
             self._refuse_count(written, self.places.get(known))

@@ -15,6 +15,7 @@ blocks `dropped` the other library itself drops "auto", and the key has its defa
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -276,8 +277,18 @@ def _typed(key: Key, value: Any) -> str:
         except ValueError:
             return ""
         if key.kind.fits(plain):
-            return f"write {value.strip().lower()} without quotes"
+            return f"write {_in_yaml_too(value.strip().lower())} without quotes"
     return f"write {'true' if value else 'false'}" if key.kind is FLAG and value in (0, 1) else ""
+
+
+def _in_yaml_too(number: str) -> str:
+    """A number that YAML does not take for text, as it does 1e8: it wants a point, and a sign after the e.
+
+    >>> _in_yaml_too("1e8"), _in_yaml_too("2.5e-5"), _in_yaml_too("16")
+    ('1.0e+8', '2.5e-5', '16')
+    """
+    parts = re.fullmatch(r"([-+]?\d+)(\.\d*)?e([-+]?)(\d+)", number)
+    return f"{parts[1]}{parts[2] or '.0'}e{parts[3] or '+'}{parts[4]}" if parts else number
 
 
 def _shown(value: Any) -> str:

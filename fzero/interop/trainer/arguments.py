@@ -49,7 +49,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if isinstance(self.spec, str):
             text = self.spec.strip()
             self.spec = from_json(text, "TrainingArguments(spec=)") if text.startswith("{") else read(text)[1]
-        self.parallel = {name: getattr(self, name) for name in ("deepspeed", "fsdp", "fsdp_config")}
+        self.parallel = {name: _of_text(name, getattr(self, name)) for name in ("deepspeed", "fsdp", "fsdp_config")}
         self.deepspeed = self.fsdp = self.fsdp_config = None
         super().__post_init__()
 
@@ -57,3 +57,9 @@ class TrainingArguments(transformers.TrainingArguments):
     def place_model_on_device(self) -> bool:
         """False: a rank moves only its part of the model to its device."""
         return False
+
+
+def _of_text(name: str, value: Any) -> Any:
+    """A field's value; what a command line gives as JSON, as transformers reads it."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("{")
+    return from_json(value, f"TrainingArguments({name}=)") if is_json else value

@@ -67,9 +67,8 @@ class BatchShapes:
         if longest is None:
             return own, (0, 0), count
         config = getattr(self.trainer.model, "config", None)
-        most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        most = most if isinstance(most, int) else None
-        return own, (shapes.rounded(longest[0], to_all, most), shapes.rounded(longest[1], to_all, most)), count
+        inputs, decoded = (shapes.rounded(longest[i], to_all, weightless.most(config, bool(i))) for i in (0, 1))
+        return own, (inputs, decoded), count
 
     def _padded(self, batch: Any, own: Lengths, to: Lengths) -> Any:
         mask, key = None, batch_lengths.key_of(batch, getattr(self.trainer.model, "main_input_name", None))

@@ -19,6 +19,7 @@ from fzero.interop._hf_compat import Recomputed, keep_activations
 from fzero.interop.trainer import data_ranks, refusals, resume, shapes, trainer_step, weights
 from fzero.interop.trainer.arguments import TrainingArguments
 from fzero.interop.trainer.batch_shapes import BatchShapes
+from fzero.interop.trainer.began import Began
 from fzero.interop.trainer.checkpoint_files import CheckpointFiles, state_of
 from fzero.interop.trainer.engine import Engine
 from fzero.interop.trainer.parallel import axes_of, given_of
@@ -46,7 +47,7 @@ class Mixin(CheckpointFiles):
         self.engine: Engine | None = None
         self._held: weights.HeldModule | None = None
         self._items: Any = None
-        self._counted = self._warned = False
+        self._counted = False
         self._noted: list[dict[str, Any]] | None = None  # what is logged while a loss is captured
         self._window: list[Any] = []
         self._flops_per_element: int | None = None
@@ -95,6 +96,7 @@ class Mixin(CheckpointFiles):
         assert self.engine is not None
         self._held.taken(self.args.device, self.engine.statistics.names)
         self._flops_per_element, self.model_wrapped = None, self.model
+        self._began = Began(self.model)
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -110,14 +112,16 @@ class Mixin(CheckpointFiles):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The batches of a window, of one shape on all ranks, and its number of items: counted in the exchange in which
-        ranks agree on lengths, where they do."""
+        ranks agree on lengths, where they do. Without `average_tokens_across_devices` it is that of this rank."""
         together = self.args.world_size > 1 and self._shapes.pads_to() > 0
         with data_ranks.alone(self.accelerator) if together else contextlib.nullcontext():
             batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         own = float(items) if together and items is not None else 0.0
         batches, _, _, total = self._shapes.shaped(batches, self.args.train_batch_size, own)
         self._window = []
-        return batches, torch.full_like(items, total) if together and isinstance(items, torch.Tensor) else items
+        if together and self.args.average_tokens_across_devices and isinstance(items, torch.Tensor):
+            items = torch.full_like(items, total)
+        return batches, items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Keeps a micro batch; the last of a window makes the step. Returns this rank's loss then, and 0 before."""
@@ -130,7 +134,7 @@ class Mixin(CheckpointFiles):
                         "set a length", len(self._window), self.args.gradient_accumulation_steps)  # fmt: skip
             self._window = []
             return torch.zeros((), device=self.args.device)
-        self._same_rate()
+        self._began.check(self)
         scaled = getattr(self, "loss_is_scaled_for_ga", None)  # since transformers 5.20
         if scaled is None:
             counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -147,14 +151,6 @@ class Mixin(CheckpointFiles):
         if not self.args.logging_nan_inf_filter or bool(values.isfinite().all()):
             return values.sum()
         return trainer_step.filtered(values, self._tr_loss, 1 + self.state.global_step - self._globalstep_last_logged)
-
-    def _same_rate(self) -> None:
-        """Warns of a rate that a callback has set: those of the step are the schedule's."""
-        said = getattr(self.lr_scheduler, "_last_lr", None)
-        if said and not self._warned and self.optimizer.param_groups[0]["lr"] != said[0]:
-            self._warned = True
-            log.warning("fzero: param_groups[0]['lr'] is %g, and the step takes %g, its schedule's: give a schedule",
-                        self.optimizer.param_groups[0]["lr"], said[0])  # fmt: skip
 
     def _clip_grad_norm(self, model: Any) -> Any:
         return self._get_grad_norm(model)

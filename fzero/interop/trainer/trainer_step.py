@@ -117,8 +117,8 @@ def window(
     """The batch of a step: the micro batches of a window, of one shape. The last may have fewer rows: then a batch of
     whole rows lies in its place, and `tail` holds it once for each micro batch, of which the loss takes the last.
 
-    items: tokens of the window over all ranks, or None. scaled: whether the loss has been divided by them. place: this
-    data rank, and how many there are. tracks: whether the model has running statistics.
+    items: tokens of the window over all ranks, or of this one, or None. scaled: whether the loss has been divided by
+    them. place: this data rank, and how many there are. tracks: whether the model has running statistics.
     """
     short, number, more = microbatches - len(batches), len(batches), {}
     if shapes.num_rows(batches[-1]) != shapes.num_rows(batches[0]):

@@ -88,6 +88,7 @@ def test_values_of_another_kind() -> None:
     assert refusals({"steps": "8"}) == ['steps = "8": needed a whole number from 1 to 2**40. Write 8 without quotes']
     assert refusals({"steps": True})[0] == "steps = true: needed a whole number from 1 to 2**40"
     assert refusals({"fp16": {"enabled": 1}})[0] == "fp16.enabled = 1: needed true or false. Write true"
+    assert refusals({"steps": "1e3"})[0].endswith("Write 1.0e+3 without quotes"), "unquoted, YAML takes 1e3 for text"
     assert refusals({"fp16": {"enabled": "True"}})[0].endswith("Write true without quotes")
     assert refusals({"bucket": "many"})[0] == 'bucket = "many": needed a whole number >= 0'
     assert one_of(0, 1).fits(1.0)
