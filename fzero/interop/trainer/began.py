@@ -16,15 +16,19 @@ class Began:
     """A run as it began: which parameters train. `check` warns of a rate once."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.trains, self._warned = [p.requires_grad for p in model.parameters()], False
+        self._held = [(path, part._parameters) for path, part in model.named_modules() if part._parameters]
+        self._trains, self._warned = self._now(), False
+
+    def _now(self) -> list[bool]:
+        """Of each parameter. To look for the parameters anew would take longer than all else between two steps."""
+        return [p is not None and p.requires_grad for _, held in self._held for p in held.values()]
 
     def check(self, trainer: Any) -> None:
         """Raises ConfigError for a parameter that was frozen, or no longer is. Warns of a rate that a callback has set:
         those of the step are the schedule's."""
-        now = [p.requires_grad for p in trainer.model.parameters()]
-        if now != self.trains:
-            names = [name for name, _ in trainer.model.named_parameters()]
-            name, trains = next((n, b) for n, a, b in zip(names, self.trains, now, strict=True) if a != b)
+        if (now := self._now()) != self._trains:
+            names = [f"{path}.{name}".lstrip(".") for path, held in self._held for name in held]
+            name, trains = next((n, b) for n, a, b in zip(names, self._trains, now, strict=True) if a != b)
             why = "which parameters train is read once, when training begins. Set it before, or in two runs: set it"
             text = f"requires_grad of {name!r} became {trains} while training: {why} between two calls of train()"
             refusals.raise_all([("model", text)])
