@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,8 +25,10 @@ LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many op
 A_MESH = 3  # candidates of one mesh that are lowered, at least
 SLACK = 2  # a program that needs no more than this of the budget is lowered again, under the budget
 NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
+FAR = 2  # the same of a stage, mesh, sequence and offload that were not lowered together; and of all where none fits
 WORTH = 0.01  # of the fastest's seconds: what a candidate of a deep model is to save, to be lowered
 Shape = tuple[tuple[str, int], ...]
+Said = Mapping[Candidate, tuple[float, float]]  # (seconds, bytes)
 
 
 @dataclass
@@ -154,20 +156,25 @@ class Search:
         return replace(row, candidate=one, seconds=seconds, peak=peak, probed=True)
 
 
-def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
+def search(problem: Problem, sketch: Sketch, most: int | None = None, *, hopes: bool = True) -> Search:
     """Lowers the default, and up to `most` others, the fastest by the sketch that may fit; while none fits, as many
     again, but few of those that are said not to fit (`_smallest`). What was lowered corrects the sketch of what was
-    not. If there are no more than `most`, all are lowered.
-    most: None for as many as programs of so many ops allow."""
-    of, most = problem, most or max(LEAST, OPS // sketch.ops)
+    not. If there are few, all are lowered.
+    most: None for as many as programs of so many ops allow. hopes: whether the least is looked for where the sketch
+    says of all that they need `FAR` more than there is; else the search is over then."""
+    of, few = problem, most or LEAST
+    most = most or max(LEAST, OPS // sketch.ops)
     own = default(of.spec, of.world_size)
     found = candidates(
         of.spec, of.given, of.world_size, of.rows, of.layers, of.machine, of.rules.shard, schedules=is_deep(of)
     )
     said = sketch.estimates([own, *found], of.rows, of.machine, of.rules.bytes_a_row)
     done = Search(of, said, sketch.share)
+    hopeless = min(nbytes for _, nbytes in said.values()) > FAR * of.budget
+    if hopeless and not hopes:
+        return done
     done.row(own)
-    if len(done.estimates) <= most:
+    if len(done.estimates) <= (most if is_deep(of) else few):
         for each in done.estimates:
             done.row(each)
         return done
@@ -176,7 +183,7 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None) -> Search:
     while len(done.rows) <= (most if done.fitting else 2 * most):
         if one := _next(done, a_mesh):
             done.row(one)
-        elif done.fitting or unlikely.total() == 2 * LEAST or not (one := _smallest(done, unlikely)):
+        elif done.fitting or unlikely.total() == LEAST * (2 - hopeless) or not (one := _smallest(done, unlikely)):
             break
         else:
             unlikely[_shape(done, one)] += not done.row(one).refused
@@ -224,13 +231,30 @@ def _reach(done: Search, one: Candidate) -> float:
     return NEAR if not is_deep(done.problem) or shallow_say(done.problem, one.ranks) else 1.0
 
 
-def _left(done: Search) -> dict[Candidate, tuple[float, float]]:
-    """The candidates that were not tried, by what they are said to take. What does not suit a mesh, seldom does."""
+def _left(done: Search) -> Said:
+    """The candidates that were not tried and may pay, by what they are said to take. What does not suit a mesh, seldom
+    does."""
     refused = {(row.candidate.mesh, row.candidate.sequence) for row in done.rows.values() if row.refused}
-    untried = [one for one in done.estimates if one not in done.rows]
-    suits = [one for one in untried if (one.mesh, one.sequence) not in refused]
     taken = dict(zip(done.alike.place, done.alike.corrected([*done.rows.values()]).tolist(), strict=True))
+    untried = [one for one in done.estimates if one not in done.rows and not _spares_for_nothing(done, one, taken)]
+    suits = [one for one in untried if (one.mesh, one.sequence) not in refused]
     return {one: taken[one] for one in suits or untried}
+
+
+def _spares_for_nothing(done: Search, one: Candidate, taken: Said) -> bool:
+    """Whether a candidate recomputes, or holds a part of the state off the device, although the same without that fits
+    with all that it wants to bring ahead, or is said to with room to spare: it saves no time."""
+    if one.offload is None and one.remat == "none":
+        return False
+    for other in (replace(one, offload=None), replace(one, remat="none"), replace(one, offload=None, remat="none")):
+        if other == one or other not in done.estimates:
+            continue
+        row = done.rows.get(other)
+        if row is None and taken[other][1] * NEAR <= done.problem.budget:
+            return True
+        if row is not None and done.fits(row) and other not in done.pressed:
+            return True
+    return False
 
 
 def _smallest(done: Search, tried: Counter[Shape]) -> Candidate | None:
@@ -254,10 +278,25 @@ def _next(done: Search, a_mesh: int) -> Candidate | None:
         fastest = _fastest(done)
         few = [one for one in few if left[one][0] < _worth(done, one) * fastest]
         near = few = [one for one in few if shallow_say(done.problem, one.ranks)] or few  # it may win over the others
+    elif done.fitting:
+        near = few = _may_be_near(done, few, left)
     unseen = [one for one in near if not count[_shape(done, one)]]
     if unseen and done.fitting:
         few = unseen  # each mesh once, so that it is known what the sketch is worth there
     return min(few, key=lambda one: left[one], default=None)
+
+
+def _may_be_near(done: Search, some: Sequence[Candidate], left: Said) -> list[Candidate]:
+    """Those of some candidates that may be no slower than `NEAR` the fastest. The sketch may be wrong by more about
+    what was not seen."""
+
+    def kind(one: Candidate) -> tuple[object, ...]:
+        return one.mesh, one.zero, one.sequence, one.offload
+
+    seen, fastest = {kind(one) for one in done.rows}, _fastest(done)
+    known = [one for one in some if kind(one) in seen and left[one][0] < NEAR * fastest]
+    new = [one for one in some if kind(one) not in seen]  # what others were found to take may say nothing of it
+    return known + [one for one in new if min(left[one][0], done.estimates[one][0]) < FAR * fastest]
 
 
 def _shape(done: Search, one: Candidate) -> Shape:
