@@ -188,7 +188,7 @@ def _dynamo(ledger: Ledger) -> dict[str, Any]:
 def _mixed(ledger: Ledger) -> str:
     """The mixed precision that the file asks for: "no", "fp16" or "bf16"."""
     old, name = ledger.take("fp16"), ledger.take("mixed_precision")
-    return "fp16" if old and not ledger.has("mixed_precision") else name or "no"
+    return "fp16" if old and not ledger.has("mixed_precision") else (name or "no").lower()
 
 
 def _precision(name: str, sharded: bool) -> dict[str, Any]:

@@ -26,7 +26,9 @@ FSDP, DEEPSPEED, PARALLEL = "fsdp_config", "deepspeed_config", "parallelism_conf
 
 DEVICE = one_of("none", "cpu", "nvme")
 PRECISIONS = ("no", "fp16", "bf16")
-PRECISION = one_of(*PRECISIONS)  # YAML's bare no is false
+PRECISION = ValueKind(  # in any case, as Accelerate reads it; YAML's bare no is false
+    one_of(*PRECISIONS).needed, lambda value: isinstance(value, str) and value.lower() in PRECISIONS, off="no"
+)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STRATEGY = ValueKind(
     f"1 to {len(STRATEGIES)}, or one of {', '.join(STRATEGIES)}",
