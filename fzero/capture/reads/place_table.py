@@ -125,12 +125,14 @@ class PlaceTable:
         self._functions(codes)
 
     def kept(self) -> list[ReadPlace]:
-        """What stays to be compared. Raises CaptureError for a number that the functions count."""
+        """What stays to be compared. Raises CaptureError for a number that the functions count, and for parameters that
+        they make and keep."""
         for known, place in self.places.items():
             self._fill(known, place)
             place.whole = id(place.value) in self.ended
         self.ended.clear()
         for known, written in self.written.items():
+            self._refuse_made(written, self.places.get(known))
             if written.copied:
                 self._refuse_count(written, self.places.get(known))
         self._drop_short_lived()  # a copy of a configuration, which the functions may change
@@ -186,6 +188,20 @@ class PlaceTable:
                 f"{written.name}, which {place.where} reads, is changed by {written.where} from {written.before!r} to "
                 f"{now!r}: that happens once, when the step is traced, and not at each step. Count in the state "
                 "(Spec(step=...), or the optimizer's count), or pass the number in the batch as a tensor"
+            )
+
+    def _refuse_made(self, written: _Written, place: ReadPlace | None) -> None:
+        if place is None or place.holder is None or _id(place) not in self.used:
+            return
+        made = place.now()
+        if made is MISSING and isinstance(place.holder, dict):  # of a module, which keeps its parts elsewhere
+            made = {**place.holder.get("_modules", {}), **place.holder.get("_parameters", {})}.get(place.key)
+        parameters = made.parameters() if isinstance(made, nn.Module) else [made]
+        if any(isinstance(x, nn.Parameter) and worth.is_traced(x) for x in parameters):
+            raise CaptureError(
+                f"{written.name}, which {place.where} reads, has parameters that {written.where} makes while the step "
+                "is traced: a program would draw them anew at each step, and train none. Make it before fzero.init, "
+                "and give what it trains in params"
             )
 
     def _resolve_cells(self, codes: Iterable[types.CodeType]) -> None:

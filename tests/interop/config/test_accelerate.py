@@ -123,7 +123,9 @@ def test_precision() -> None:
     assert accelerate_config({**ddp, "fp16": True})["precision"].compute == "autocast_fp16", "the old form"
     for no in ("no", False, None):
         assert "precision" not in accelerate_config({**ddp, "mixed_precision": no})
-    assert accelerate_config({**ddp, "mixed_precision": "BF16"}) == accelerate_config({**ddp, "mixed_precision": "bf16"})
+    assert accelerate_config({**ddp, "mixed_precision": "BF16"}) == accelerate_config(
+        {**ddp, "mixed_precision": "bf16"}
+    )
     assert refused({**ddp, "mixed_precision": "fp8"}) == ["mixed_precision"]
 
 
