@@ -66,9 +66,10 @@ def probed(problem: Problem, spec: Spec, mesh: Mesh, deciders: Deciders, *, chec
 
     try:
         depths = _depths(problem, spec, mesh, deciders, layers)
-        if not depths or min(depths) < DEEP:
+        if not depths or sum(depths) // len(depths) < DEEP:  # as `shallow_say` has it: roles need not have equally many
             return None
-        return foretold(programs, depths, spec.microbatches, problem.machine.rates(mesh), checks=checks)
+        rates, gathers = problem.machine.rates(mesh), spec.parallel.zero not in (0, 1, 2)
+        return foretold(programs, depths, spec.microbatches, rates, checks=checks, gathers=gathers)
     except FzeroError:  # as of a rule that names a layer: then the whole program says what is wrong, if anything is
         return None
 

@@ -23,6 +23,7 @@ from fzero.ir.records import DEVICE, HOST, PERSISTENT, Buffer
 from fzero.planner.grow import Token, checked, growth
 
 STARTS = (2, 4)  # layers on a role of the shallowest probe; more where more are gathered ahead than the first has
+FIRST = 1  # the same of roles that gather no layers
 FEW = 2  # microbatches of the probe that has the fewest, beyond one for each role of a pipeline
 HELD, HELD_KINDS = "held between steps", ("param", "optimizer")
 LEVELS: tuple[Callable[[Buffer], bool], ...] = (  # of bytes: all of the device, all of the host, the activations
@@ -104,12 +105,13 @@ def foretold(
     rates: Rates,
     *,
     checks: bool = True,
+    gathers: bool = True,
 ) -> Foretold | None:
     """A step of so many layers on each role, and so many microbatches; None where programs do not grow regularly, or
     are not deep enough for this to save anything.
 
     lower: the programs by role, of a number of layers on each role, and of microbatches. checks: whether a further
-    program must confirm what is foretold. Raises FzeroError as `lower`.
+    program must confirm what is foretold. gathers: whether roles gather their layers. Raises FzeroError as `lower`.
     """
     over: dict[int, float] = {}
 
@@ -126,7 +128,8 @@ def foretold(
             return tokens(layers, microbatches)
         return _grown([tokens(layers, least + more) for more in range(2 + checks)], microbatches - least)
 
-    for start in (start for start in STARTS if start + 2 < min(depths)):
+    starts = STARTS if gathers or len(depths) == 1 else (FIRST, *STARTS)
+    for start in (start for start in starts if start + 2 < min(depths)):
         probes = [all_microbatches(start + more, checks and not more) for more in range(2 + checks)]
         found = [lists for lists in probes if lists is not None]
         if len(found) == len(probes) and (lists := _grown(found, *(depth - start for depth in depths))) is not None:
