@@ -294,7 +294,7 @@ class Joint:
                 f"{shown} no gradient from the loss {defined_at(self.fn)}. Use {them}{its}, leave {them} out of the "
                 "parameters, or pass allow_unused=True"
             )
-        log.warning("fzero: %s no gradient from the loss: it is zero here, and weight decay moves %s still",
+        log.warning("fzero: %s no gradient from the loss: it is zero here, and a weight decay would move %s still",
                     shown, them)  # fmt: skip
 
 
