@@ -121,3 +121,47 @@ def test_where_nothing_fits_the_least_is_found_by_few(monkeypatch: pytest.Monkey
     done = search.search(problem, Errs(ops=search.OPS // 50))  # type: ignore[arg-type]
     assert len(done.rows) <= 2 * search.LEAST + 1 < 100 < len(done.estimates)
     assert min(row.peak for row in done.rows.values()) == 50 * 10**6 + 1
+
+
+class Fair(Sketch):
+    """Right of all. Anything but plain data parallelism takes longer."""
+
+    def __init__(self, nbytes: int = 1) -> None:
+        super().__init__(ops=1)
+        self.nbytes = nbytes
+
+    def estimates(self, candidates: Iterable[Candidate], *_: Any) -> dict[Candidate, tuple[float, int]]:
+        return {one: (_fair(one), self.nbytes) for one in candidates}
+
+
+def _fair(one: Candidate) -> float:
+    savers = (one.remat != "none") + (one.offload is not None) + (one.ranks.roles > 1) + (one.microbatches > 1)
+    return 100.0 * (1 + 0.4 * savers)
+
+
+def _open(memory: int = 10**6) -> Any:
+    spec = fzero.Spec(loss=loss, optimizer=optim.adamw(1e-3))
+    params = {"layers": [{"w": torch.empty(8, 8, device="meta")} for _ in range(4)], "w": torch.empty(8, 8)}
+    return problem_of(spec, params, torch.empty(16, 8, device="meta"), 4, TOY, memory)
+
+
+def test_of_a_small_model_only_what_may_win_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complaint: a toy on four ranks was planned for a minute, for all of its candidates were lowered."""
+    monkeypatch.setattr(search.Search, "row", lambda self, one: self.rows.setdefault(one, Row(one, _fair(one), 1)))
+    done = search.search(_open(), Fair())  # type: ignore[arg-type]
+    assert len(done.estimates) > 5 * len(done.rows)
+    spared = [one for one in done.rows if one.remat != "none" or one.offload is not None]
+    assert spared == []  # all fits without
+    assert {one.zero for one in done.rows if one.ranks.roles == 1} == {0, 1, 2, 3}
+    every = search.search(_open(), Fair(), len(done.estimates))  # type: ignore[arg-type]
+    assert len(every.rows) == len(every.estimates)
+
+
+def test_where_all_are_far_too_large_a_way_out_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complaint: that a toy fits nowhere was told after two minutes. The least is looked for, among few."""
+    monkeypatch.setattr(search.Search, "row", lambda self, one: self.rows.setdefault(one, Row(one, _fair(one), 3000)))
+    few = search.search(_open(1000), Fair(3000))  # type: ignore[arg-type]
+    assert not few.fitting
+    assert len(few.rows) <= search.LEAST + 1
+    assert not search.search(_open(1000), Fair(3000), 4, hopes=False).rows  # type: ignore[arg-type]
+    assert search.search(_open(2000), Fair(3000), 4, hopes=False).rows  # type: ignore[arg-type]
