@@ -106,6 +106,11 @@ class TestOps:
 
     def test_a_cell_is_one_kernel(self, ops: dict[str, list[str]]) -> None:
         assert {"aten._thnn_fused_gru_cell.default", "aten._thnn_fused_gru_cell_backward.default"} <= {*ops["gru cell"]}
+        assert "aten._thnn_fused_lstm_cell.default" in ops["lstm cell"]  # torch's rule of its shapes asks for biases
+
+    def test_attention_in_vmap_is_a_kernel(self, ops: dict[str, list[str]]) -> None:
+        """It was products, in a process of `fzero fake-cuda` too."""
+        assert "aten._scaled_dot_product_efficient_attention.default" in ops["attention, vmap"]
 
     def test_an_op_without_a_rule_of_shapes(self, ops: dict[str, list[str]]) -> None:
         """Torch runs its kernel on zeros: "Torch not compiled with CUDA enabled"."""
@@ -131,7 +136,6 @@ def test_a_kernel_that_is_switched_off() -> None:
 
 ANSWERED_BY_THE_DEVICE = {
     "the device by name",
-    "gru cell",
     "ctc",
     "dropout by products",
     "capability",
