@@ -53,7 +53,7 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind = _results(op)
     key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands, op is aten.as_strided.default)
     if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):
-        if operands and backend.traced_device() and (fakes := _faked(operands[0].fake_mode, args, kwargs)):
+        if kind and operands and backend.traced_device() and (fakes := _faked(operands[0].fake_mode, args, kwargs)):
             return run(op, *fakes)
         return rule(*args, **kwargs)
     key = (op, key, torch.get_default_dtype(), away := backend.traced_device())
@@ -108,10 +108,8 @@ def _there(
     with lying_on(device, operands), contextlib.suppress(RuntimeError, AssertionError):
         result = _asked(op, rule, args, kwargs, operands)
         results = [result] if isinstance(result, torch.Tensor) else result
-        results = [
-            x.clone() if any(x is y for y in operands) else x for x in results
-        ]  # statistics of a norm that reads
-        forms = _forms(operands, results, _shares(op))
+        own = [x.clone() if any(x is y for y in operands) else x for x in results]  # the rule of a norm hands some on
+        forms = _forms(operands, own, _shares(op))
         return forms and [None if form is None else (*form[:-1], HOST) for form in forms]
     return None
 
