@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from workers import ops_on_fake_cuda as worker
 
+from fzero import cli
 from fzero._torch_compat.device_choices import _attention, _kernel
 from fzero.tools import fake_cuda_command
 
@@ -42,6 +43,18 @@ def test_plain_products_where_no_kernel_takes_it(shape: tuple[int, ...], dtype: 
 def test_a_kernel_where_one_does() -> None:
     with pytest.raises(NotImplementedError, match="_scaled_dot_product_efficient_attention"):
         _attention(*torch.randn(3, 2, 3, 5, 8))
+
+
+@pytest.mark.parametrize("given", [["-m", "fzero", "version"], ["a.py", "--", "-x"], ["--", "-c", "1"], ["-c", "1"]])
+def test_what_follows_is_pythons(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complaint: `fzero fake-cuda -m fzero explain ...` was "unrecognized arguments: -m"."""
+    ran = list[Any]()
+    monkeypatch.setattr(fake_cuda_command, "environment", dict)
+    monkeypatch.setattr(
+        subprocess, "run", lambda args, **_: (ran.append(args), subprocess.CompletedProcess(args, 3))[1]
+    )
+    assert cli.main(["fake-cuda", *given]) == 3
+    assert ran == [[sys.executable, *(given[1:] if given[0] == "--" else given)]]
 
 
 @pytest.fixture(scope="module")
