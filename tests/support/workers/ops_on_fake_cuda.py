@@ -164,6 +164,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
         F.softmax(x.half(), -1, dtype=torch.float32) + F.log_softmax(x.half(), 0, dtype=torch.float32)
     ),
     "capability": lambda x: x.tanh() if torch.cuda.get_device_capability(x.device)[0] == 9 else x.exp(),
+    "settings": lambda x: x.tanh() if "PyTorch" in torch.__config__.show() else x.exp(),
     "closed over": lambda x: x + CLOSED_OVER,
 }
 
