@@ -107,7 +107,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status."""
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    given = [*(sys.argv[1:] if argv is None else argv)]
+    if given[:1] == ["fake-cuda"] and given[1:2] not in ([], ["-h"], ["--help"], ["--"]):
+        given.insert(1, "--")  # what follows is Python's; argparse takes a leading -m for an option of its own
+    arguments = _parser().parse_args(given)
     try:
         return COMMANDS[arguments.command].run(arguments)
     except (FzeroError, OSError, ValueError, TypeError) as error:

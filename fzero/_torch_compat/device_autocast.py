@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.amp import autocast_mode
 
 from fzero._torch_compat.trace import OpOverload
 from fzero.backend import CUDA, traced_device
@@ -41,6 +42,15 @@ WIDEST = {
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 }  # fmt: skip
+NAMED_AT = {  # where each has the kind of device, and the arguments with it (2.11.0, 2.13.0)
+    "is_autocast_enabled": (0, 1), "get_autocast_dtype": (0, 1), "set_autocast_enabled": (0, 2),
+    "set_autocast_dtype": (0, 2), "_cast": (1, 3),
+}  # fmt: skip
+NAMED = {
+    torch.autocast: ("__init__",),
+    torch: [name for name in NAMED_AT if name != "_cast"],
+    autocast_mode: ("_cast",),  # of the operands of `custom_fwd`
+}
 REFUSED = "binary_cross_entropy"  # torch says why
 
 
@@ -60,21 +70,46 @@ def cast_as_a_device(library: torch.library.Library) -> None:
 
 @contextmanager
 def autocast_by_name() -> Iterator[None]:
-    """In threads that trace for a device, `torch.autocast("cuda")` casts what is traced, and "cpu" changes nothing."""
-    own = torch.autocast.__init__
-
-    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-        if traces_for_a_device() and device_type == CUDA.name:
-            device_type, dtype = KIND, dtype or torch.get_autocast_dtype(CUDA.name)
-        elif traces_for_a_device() and device_type == KIND:
-            dtype, enabled = torch.get_autocast_dtype(KIND), torch.is_autocast_enabled(KIND)
-        own(self, device_type, dtype, enabled, *args, **kwargs)
-
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    """In threads that trace for a device, "cuda" names the autocast of what is traced, in `torch.autocast` and in what
+    asks for its state, as `torch.utils.checkpoint` does. So does "cpu": it is what `x.device.type` says there."""
+    own = {(owner, name): getattr(owner, name) for owner, names in NAMED.items() for name in names}
+    dtype = torch.get_autocast_dtype(KIND)
+    torch.set_autocast_dtype(KIND, torch.get_autocast_dtype(CUDA.name))
+    for (owner, name), function in own.items():
+        setattr(owner, name, _init(function) if owner is torch.autocast else _by_name(name, function))
     try:
         yield
     finally:
-        torch.autocast.__init__ = own  # type: ignore[method-assign]
+        torch.set_autocast_dtype(KIND, dtype)
+        for (owner, name), function in own.items():
+            setattr(owner, name, function)
+
+
+def _init(own: Callable[..., None]) -> Callable[..., None]:
+    """`torch.autocast.__init__`."""
+
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+        if not traces_for_a_device() or device_type not in (KIND, CUDA.name):
+            return own(self, device_type, dtype, enabled, cache_enabled)
+        own(self, KIND, torch.bfloat16, enabled, cache_enabled)
+        self.fast_dtype = dtype or torch.get_autocast_dtype(KIND)  # a device takes any, the processor two
+
+    return init
+
+
+def _by_name(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the autocast of a kind of device, which is CUDA where none is named."""
+    place, least = NAMED_AT[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if traces_for_a_device() and not kwargs:
+            if len(args) < least:
+                args = (*args[:place], CUDA.name, *args[place:])
+            if args[place] == CUDA.name:
+                args = (*args[:place], KIND, *args[place + 1 :])
+        return own(*args, **kwargs)
+
+    return call
 
 
 @functools.cache

@@ -6,6 +6,7 @@ torch chooses some ops by the device of their operands, in C++: attention (sdp_u
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +15,15 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor  # 2.11.0, 2.13.0
 from torch._decomp import decomposition_table  # 2.11.0, 2.13.0
 
+from fzero._torch_compat import device_cells
 from fzero._torch_compat.device_autocast import autocast_by_name, cast_as_a_device, traces_for_a_device
 from fzero._torch_compat.fakes import is_fake
 from fzero._torch_compat.trace import ONE_THREAD
+from fzero.backend import CUDA
 
 WHOLE = ("_fused_rms_norm", "silu_backward", "mish_backward")  # a device has a kernel (native_functions.yaml: 2.13.0)
 CASTING = ("softmax", "log_softmax")  # a device's kernels cast fp16 to fp32 themselves (SoftMax.cpp: 2.11.0, 2.13.0)
+FRONT = "FuncTorchDynamicLayerFrontMode"  # where torch.func chooses for dropout
 aten = torch.ops.aten
 
 
@@ -28,6 +32,8 @@ def choose_on_a_device() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key in ("CUDA", "AutogradCUDA"):
         library.impl("scaled_dot_product_attention", _attention, key)
+    for key in IN_FUNCTORCH:
+        _override(library, "scaled_dot_product_attention", _attention_there, key)
     for name in _without_kernel("CUDA"):
         library.impl(name, _never_run, "CUDA")
     return library
@@ -37,6 +43,7 @@ def choose_on_a_device() -> torch.library.Library:
 def chosen_for_a_device() -> Iterator[None]:
     """Within it a thread that traces for a device has its ops on the processor. Other threads compute as ever."""
     with ONE_THREAD:  # the ops of a process are registered once
+        device_cells.shapes()
         library = torch.library.Library("aten", "IMPL")
         _choose_here(library)
         cast_as_a_device(library)
@@ -49,14 +56,23 @@ def chosen_for_a_device() -> Iterator[None]:
 
 def _choose_here(library: torch.library.Library) -> None:
     for key in ("CPU", "AutogradCPU"):
-        library.impl("scaled_dot_product_attention", _attention_here, key)
-        library.impl("group_norm", _group_norm, key)
-        for name in CASTING:
-            library.impl(f"{name}.int", _casting(name), key)
+        for name, call in APART.items():
+            library.impl(name, call, key)
+    for key, names in IN_FUNCTORCH.items():
+        for name in names:
+            _override(library, name, APART[name], key)
+    own = torch.library.get_kernel("aten::dropout", FRONT)
+    _override(library, "dropout", _dropout_in_functorch(own), FRONT)
     for name in _without_kernel("CPU"):
         library.impl(name, _apart(name), "CPU")
         library.impl(name, _in_parts_for_others(name), "AutogradCPU", with_keyset=True)
     library.impl("_fused_rms_norm_backward", decomposition_table[aten._fused_rms_norm_backward.default], "CPU")
+
+
+def _override(library: torch.library.Library, name: str, call: Callable[..., Any], key: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # of kernels that are put aside
+        library.impl(name, call, key, with_keyset=key == FRONT)
 
 
 def _without_kernel(backend: str) -> list[str]:
@@ -104,10 +120,30 @@ def _group_norm(x: torch.Tensor, *args: Any) -> Any:
     return aten.group_norm.default.decompose(x.contiguous() if _is_traced(x) else x, *args)
 
 
+def _dropout(x: torch.Tensor, p: float, train: bool) -> Any:
+    """A device has a kernel that draws and drops (Dropout.cpp: 2.11.0, 2.13.0)."""
+    if _is_fused(x, p, train):
+        return aten.native_dropout.default(x, p, train)[0]
+    return aten.dropout.default._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, x, p, train)  # not Python's
+
+
 def _attention_here(*args: Any, **options: Any) -> Any:
     if _is_traced(args[0]):
         return _attention(*args, **options)
     return aten.scaled_dot_product_attention.default.decompose(*args, **options)
+
+
+def _cell(name: str, whole: Callable[..., Any]) -> Callable[..., Any]:
+    def call(x: torch.Tensor, *args: Any) -> Any:
+        return whole(x, *args) if _is_traced(x) else getattr(aten, name).default.decompose(x, *args)
+
+    return call
+
+
+def _attention_there(query: torch.Tensor, *args: Any, **options: Any) -> Any:
+    if query.device.type == CUDA.name:
+        return _attention(query, *args, **options)
+    return aten.scaled_dot_product_attention.default.decompose(query, *args, **options)
 
 
 def _is_traced(x: torch.Tensor) -> bool:
@@ -120,6 +156,20 @@ def _unwrapped(x: torch.Tensor) -> torch.Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
+
+
+def _dropout_in_functorch(own: Any) -> Callable[..., Any]:
+    """The same within torch.func. own: the kernel that it has there."""
+
+    def call(keyset: Any, x: torch.Tensor, p: float, train: bool) -> Any:
+        fused = _is_fused(x, p, train)
+        return aten.native_dropout.default(x, p, train)[0] if fused else own.call_boxed(keyset, x, p, train)
+
+    return call
+
+
+def _is_fused(x: torch.Tensor, p: float, train: bool) -> bool:
+    return train and 0 < p < 1 and x.numel() > 0 and _is_traced(x)
 
 
 def _attention(
@@ -169,3 +219,17 @@ def _kernel(
     if narrow and on.flash_sdp_enabled() and mask is None and widths[0] == widths[1] <= 256 and square >= causal:
         return "flash"
     return "efficient" if on.mem_efficient_sdp_enabled() else "math"
+
+
+APART: dict[str, Callable[..., Any]] = {  # by name, what the processor takes apart otherwise
+    "scaled_dot_product_attention": _attention_here,
+    "group_norm": _group_norm,
+    "dropout": _dropout,
+    "lstm_cell": _cell("lstm_cell", device_cells.lstm),
+    "gru_cell": _cell("gru_cell", device_cells.gru),
+    **{f"{name}.int": _casting(name) for name in CASTING},
+}
+IN_FUNCTORCH = {  # by dispatch key, what `vmap` takes apart there (BatchRulesDecompositions.cpp: 2.11.0, 2.13.0)
+    "FuncTorchVmapMode": ["scaled_dot_product_attention"],
+    "FuncTorchBatched": ["scaled_dot_product_attention", "group_norm", *(f"{name}.int" for name in CASTING)],
+}

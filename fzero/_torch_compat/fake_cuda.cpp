@@ -12,6 +12,7 @@ struct CUDAHooks : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 2; }
+  std::string showConfig() const override { return ""; } // for torch.__config__.show(), which libraries read
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;

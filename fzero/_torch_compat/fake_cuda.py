@@ -25,6 +25,7 @@ import torch
 from torch._subclasses import fake_tensor  # 2.11.0, 2.13.0
 from torch.utils import _pytree as pytree  # 2.11.0, 2.13.0
 
+from fzero._torch_compat import device_cells
 from fzero._torch_compat.device_choices import choose_on_a_device
 from fzero._torch_compat.fakes import fake_of_form, is_fake
 from fzero.backend import CUDA, FAKE_CUDA
@@ -61,8 +62,9 @@ def prepare_fake_cuda() -> torch.library.Library:
     What has no rule of shapes gets one, or the processor's kernel."""
     getattr(ctypes.CDLL(None), FAKE_CUDA)()
     library = choose_on_a_device()
-    for name, rule in SHAPES.items():
-        library.impl(name, rule, "Meta")
+    device_cells.shapes()
+    for name in REFUSING:
+        library.impl(name, _no, "Meta")
     # what Python asks: torch.autocast (2.11.0, 2.13.0), and libraries that choose their own kernels
     vars(importlib.import_module("torch.cuda.amp.common"))["amp_definitely_not_available"] = _no
     asked = {"is_bf16_supported": lambda *_: True, "get_device_capability": lambda *_, **__: (9, 0)}
@@ -75,23 +77,9 @@ def _no(*_: Any) -> bool:
     return False
 
 
-def _gru_cell(_: Any, __: Any, hidden: torch.Tensor, *___: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(hidden), hidden.new_empty((hidden.shape[0], 5 * hidden.shape[1]))
-
-
-def _gru_cell_back(grad: torch.Tensor, _: Any, biased: bool) -> tuple[torch.Tensor | None, ...]:
-    rows, width = grad.shape
-    gates, bias = (grad.new_empty(shape) for shape in ((rows, 3 * width), (3 * width,)))
-    given = (bias, torch.empty_like(bias)) if biased else (None, None)
-    return gates, torch.empty_like(gates), torch.empty_like(grad), *given
-
-
-SHAPES: dict[str, Callable[..., Any]] = {  # of ops that the processor has no kernel of (RNN.cu, LossCTC.cpp: 2.13.0)
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gru_cell_back,
-    # cuDNN's CTC loss wants int32 targets without padding
-    **dict.fromkeys((f"_use_{maker}_ctc_loss{form}" for maker in ("cudnn", "miopen") for form in ("", ".Tensor")), _no),
-}
+REFUSING = [  # cuDNN's CTC loss wants int32 targets without padding (LossCTC.cpp: 2.13.0)
+    f"_use_{maker}_ctc_loss{form}" for maker in ("cudnn", "miopen") for form in ("", ".Tensor")
+]
 
 
 def _on_the_host(fallback: Callable[..., Any], mode: Any, op: Any, flat: list[Any], spec: Any, error: Any) -> Any:

@@ -57,7 +57,13 @@ _NO_CUDA = (
     "out of a step: a program orders its own work. What the step is to know of its device (its capability), ask before "
     "it, and close over the answer (`fzero fake-cuda SCRIPT` answers as an H100)"
 )
+_BY_PRODUCTS = (
+    "a kernel of attention has no derivative of its gradient, and none in forward mode. Around this attention write "
+    "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): it is products then, which have both"
+)
 TORCH_SAYS = {
+    "derivative for aten::_scaled_dot_product": _BY_PRODUCTS,
+    "forward AD with _scaled_dot_product": _BY_PRODUCTS,
     "Torch not compiled with CUDA enabled": _NO_CUDA,
     "Found no NVIDIA driver": _NO_CUDA,
     "Tried to instantiate dummy base class": _NO_CUDA,

@@ -9,7 +9,7 @@ from fzero._torch_compat import prepare_fake_cuda
 
 ELSEWHERE = (
     "traced on the processor, by the ops that torch takes on {asked}; what the step's own code asks of its device "
-    "(x.is_cuda, the kernel of a recurrent cell) was answered by the processor. "
+    "(x.is_cuda, its capability) was answered by the processor. "
     "`fzero fake-cuda SCRIPT` runs a script where {asked} answers"
 )
 

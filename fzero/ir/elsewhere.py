@@ -1,7 +1,7 @@
 """elsewhere: what is of a device that cannot be traced here: it is traced on the processor, by the ops that torch takes
 on the device, and its graph is moved there.
 
-What code that is traced asks of its device (`x.is_cuda`, torch's own choice among kernels of a recurrent cell) is
+What code that is traced asks of its device (`x.is_cuda`, its capability) is
 answered by the processor. `fzero fake-cuda` starts a process where the device answers.
 """
 

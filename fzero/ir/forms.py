@@ -53,6 +53,8 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     kind = _results(op)
     key = _NEVER if kind is None else _key([*args, *kwargs, *kwargs.values()], operands, op is aten.as_strided.default)
     if key is _NEVER or not operands or any(x.fake_mode is not operands[0].fake_mode for x in operands):
+        if kind and operands and backend.traced_device() and (fakes := _faked(operands[0].fake_mode, args, kwargs)):
+            return run(op, *fakes)
         return rule(*args, **kwargs)
     key = (op, key, torch.get_default_dtype(), away := backend.traced_device())
     forms = _kept.get(key)
@@ -67,6 +69,23 @@ def run(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return result
     made = [None if form is None else fake_of_form(operands[0], *form) for form in forms]
     return made[0] if kind is torch.Tensor else kind(made)
+
+
+def _faked(mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The operands, with fake tensors in the place of real ones, which are closed over: those lie on the processor, so
+    that rules would say the processor's forms. None if there are none."""
+    found = list[torch.Tensor]()
+
+    def fake(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(fake, x))
+        if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor):
+            found.append(x)
+            return mode.from_tensor(x.detach())
+        return x
+
+    faked = [fake(x) for x in args], {name: fake(x) for name, x in kwargs.items()}
+    return faked if found else None
 
 
 def _asked(
@@ -88,7 +107,9 @@ def _there(
     say other dtypes for statistics there. None where the rule asks the device itself, as for a convolution."""
     with lying_on(device, operands), contextlib.suppress(RuntimeError, AssertionError):
         result = _asked(op, rule, args, kwargs, operands)
-        forms = _forms(operands, [result] if isinstance(result, torch.Tensor) else result, _shares(op))
+        results = [result] if isinstance(result, torch.Tensor) else result
+        own = [x.clone() if any(x is y for y in operands) else x for x in results]  # the rule of a norm hands some on
+        forms = _forms(operands, own, _shares(op))
         return forms and [None if form is None else (*form[:-1], HOST) for form in forms]
     return None
 

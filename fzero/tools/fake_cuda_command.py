@@ -35,9 +35,10 @@ def command(arguments: argparse.Namespace) -> int:
 
     Raises SpecError where it is not needed, OSError where the library cannot be made.
     """
-    if not arguments.arguments:
+    given = arguments.arguments[arguments.arguments[:1] == ["--"] :]
+    if not given:
         raise SpecError("needed a script or a module: fzero fake-cuda train.py, or fzero fake-cuda -m MODULE ARGS")
-    return subprocess.run([sys.executable, *arguments.arguments], env=environment()).returncode
+    return subprocess.run([sys.executable, *given], env=environment()).returncode
 
 
 def environment() -> dict[str, str]:

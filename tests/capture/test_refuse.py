@@ -273,6 +273,11 @@ def copied_whole(p: Any, b: Tensor) -> Tensor:
     return mean_square(p, copy.copy(b).T.T)  # here
 
 
+def attention_forwards(p: Any, b: Tensor) -> Tensor:
+    q = (b * p["w"])[None, None]
+    return torch.func.jvp(lambda x: F.scaled_dot_product_attention(x, x, x), (q,), (q,))[1].sum()  # here
+
+
 UNTRACED: dict[Any, tuple[str, ...]] = {
     by_cond: ("torch's op cond runs functions of its own", "torch.where(condition, a, b)"),
     by_cond_of_data: ("torch's op cond", "torch.where(condition, a, b)"),
@@ -286,6 +291,7 @@ UNTRACED: dict[Any, tuple[str, ...]] = {
     nested: ("makes a nested tensor", "one padded tensor and a mask of the lengths"),
     reentrant: ("runs a backward of its own", "use_reentrant=False", "Spec(remat='full')"),
     copied_whole: ("a tensor is copied with its memory", "x.clone()"),
+    attention_forwards: ("a kernel of attention has no derivative", "sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"),
     writes: ("a custom op that writes to its arguments", "one that returns a new tensor, with mutates_args=()"),
     no_shape: ("fzero_test.twice.default has no fake rule", "torch.library.register_fake('fzero_test::twice')"),
     no_fake: ("has no fake rule", "torch.library.register_fake('fzero_test::without_fake')"),

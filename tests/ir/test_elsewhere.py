@@ -59,6 +59,36 @@ def test_statistics_have_the_dtype_that_they_have_there() -> None:
     assert dtypes == [torch.bfloat16, torch.float32, torch.float32]
 
 
+def test_statistics_where_a_leaf_is_closed_over() -> None:
+    """A real tensor lies on the processor: bf16 statistics, and none of a norm that reads running ones."""
+    weight, mean, variance = (torch.ones(16, dtype=torch.bfloat16) for _ in range(3))
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        y = F.layer_norm(p * x, (16,), weight)
+        return F.batch_norm(y, mean, variance).float().sum()
+
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1), device="cuda", precision="bf16")
+    low = fzero.lower(spec, torch.empty(16), torch.empty(4, 16), world_size=1)
+    nodes = [node for gm in low.program.segments.values() for node in gm.graph.nodes]
+    of = {
+        str(node.target): [(v.dtype, tuple(v.shape)) for v in node.meta["val"][1:]]
+        for node in nodes
+        if "norm." in str(node.target)
+    }
+    assert of["aten.native_layer_norm.default"] == [(torch.float32, (4, 1))] * 2
+    assert of["aten.native_batch_norm.default"] == [(torch.float32, (16,))] * 2
+
+
+def test_autocast_is_left_as_it_was() -> None:
+    own = [torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype("cpu")]
+    with elsewhere.chosen_for(CUDA):
+        assert torch.get_autocast_dtype("cuda") is torch.float16
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") is torch.bfloat16
+    assert [torch.autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype("cpu")] == own
+
+
 def test_factories_of_a_trace_lie_there() -> None:
     rows = traced(lambda x: x + torch.arange(4, device=x.device), (4,))
     assert {device for _, _, devices in rows for device in devices} == {CUDA}
@@ -76,6 +106,8 @@ def test_other_threads_compute_as_ever() -> None:
     def computed(out: list[Tensor]) -> None:
         y = x.clone().requires_grad_()
         value = F.scaled_dot_product_attention(y, y, y, is_causal=True) + F.rms_norm(y, (8,))
+        value = value + torch.vmap(lambda z: F.scaled_dot_product_attention(z, z, z) + F.softmax(z, -1))(y)
+        value = value + torch.func.grad(lambda z: F.dropout(z, 0.5, False).square().sum())(y)
         value.square().sum().backward()
         assert y.grad is not None
         out += [value.detach(), y.grad]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from workers import ops_on_fake_cuda as worker
 
+from fzero import cli
 from fzero._torch_compat.device_choices import _attention, _kernel
 from fzero.tools import fake_cuda_command
 
@@ -42,6 +43,18 @@ def test_plain_products_where_no_kernel_takes_it(shape: tuple[int, ...], dtype: 
 def test_a_kernel_where_one_does() -> None:
     with pytest.raises(NotImplementedError, match="_scaled_dot_product_efficient_attention"):
         _attention(*torch.randn(3, 2, 3, 5, 8))
+
+
+@pytest.mark.parametrize("given", [["-m", "fzero", "version"], ["a.py", "--", "-x"], ["--", "-c", "1"], ["-c", "1"]])
+def test_what_follows_is_pythons(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The complaint: `fzero fake-cuda -m fzero explain ...` was "unrecognized arguments: -m"."""
+    ran = list[Any]()
+    monkeypatch.setattr(fake_cuda_command, "environment", dict)
+    monkeypatch.setattr(
+        subprocess, "run", lambda args, **_: (ran.append(args), subprocess.CompletedProcess(args, 3))[1]
+    )
+    assert cli.main(["fake-cuda", *given]) == 3
+    assert ran == [[sys.executable, *(given[1:] if given[0] == "--" else given)]]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +119,11 @@ class TestOps:
 
     def test_a_cell_is_one_kernel(self, ops: dict[str, list[str]]) -> None:
         assert {"aten._thnn_fused_gru_cell.default", "aten._thnn_fused_gru_cell_backward.default"} <= {*ops["gru cell"]}
+        assert "aten._thnn_fused_lstm_cell.default" in ops["lstm cell"]  # torch's rule of its shapes asks for biases
+
+    def test_attention_in_vmap_is_a_kernel(self, ops: dict[str, list[str]]) -> None:
+        """It was products, in a process of `fzero fake-cuda` too."""
+        assert "aten._scaled_dot_product_efficient_attention.default" in ops["attention, vmap"]
 
     def test_an_op_without_a_rule_of_shapes(self, ops: dict[str, list[str]]) -> None:
         """Torch runs its kernel on zeros: "Torch not compiled with CUDA enabled"."""
@@ -131,7 +149,6 @@ def test_a_kernel_that_is_switched_off() -> None:
 
 ANSWERED_BY_THE_DEVICE = {
     "the device by name",
-    "gru cell",
     "ctc",
     "dropout by products",
     "capability",

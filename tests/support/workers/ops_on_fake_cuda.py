@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from benchmarks.model import Size, empty_model
@@ -29,6 +31,10 @@ def heads(x: Tensor, count: int = 2, width: int = 8) -> Tensor:
 def gru_cell(x: Tensor) -> Tensor:
     weights = x.new_ones(3 * WIDTH, WIDTH), x.new_ones(3 * WIDTH, WIDTH), x.new_ones(3 * WIDTH), x.new_ones(3 * WIDTH)
     return torch.gru_cell(x, x.tanh(), *weights)
+
+
+def lstm_cell(x: Tensor) -> Tensor:
+    return torch.lstm_cell(x, [x.tanh(), x.cos()], x.new_ones(4 * WIDTH, WIDTH), x.new_ones(4 * WIDTH, WIDTH))[1]
 
 
 def ctc_loss(x: Tensor) -> Tensor:
@@ -61,6 +67,42 @@ def dropped_in_a_layer(x: Tensor) -> Tensor:
 def autocast(x: Tensor) -> Tensor:
     with torch.autocast("cuda", torch.bfloat16):
         return F.scaled_dot_product_attention(heads(x), heads(x), heads(x))
+
+
+def attended_by_rows(x: Tensor) -> Tensor:
+    return vmap(lambda q: F.scaled_dot_product_attention(q[None], q[None], q[None])[0])(heads(x).repeat(2, 1, 1, 1))
+
+
+def recomputed(x: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return checkpoint(lambda y: F.rms_norm(y @ y.new_ones(WIDTH, WIDTH), (WIDTH,)).tanh(), x, use_reentrant=False)
+
+
+def autocast_by_device(x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16):
+        y = x @ x.new_ones(WIDTH, WIDTH)
+        with torch.autocast(x.device.type, enabled=False):
+            return y.float() @ x.new_ones(WIDTH, WIDTH)
+
+
+def autocast_asked(x: Tensor) -> Tensor:
+    with torch.autocast("cuda"):
+        y = x.to(torch.get_autocast_dtype("cuda"))
+        return y.tanh() if torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda") else x.exp()
+
+
+class OfDtypes(torch.autograd.Function):
+    """A function that says how autocast casts it."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient @ gradient.new_ones(WIDTH, WIDTH)
 
 
 def narrow(fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
@@ -97,6 +139,17 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout by products": by_products,
     "dropout": dropped,
     "dropout in a layer": dropped_in_a_layer,
+    "dropout of values": lambda x: F.dropout(x, 0.1),
+    "no dropout": lambda x: F.dropout(x.tanh(), 0.1, False),
+    "dropout, grad": lambda x: grad(lambda y: F.dropout(y, 0.1).square().sum())(x),
+    "dropout, vmap": lambda x: vmap(lambda y: F.dropout(y, 0.1), randomness="different")(x),
+    "attention, vmap": attended_by_rows,
+    "softmax of fp16 to fp32, vmap": lambda x: vmap(lambda y: F.softmax(y.half(), -1, dtype=torch.float32))(x),
+    "lstm cell": lstm_cell,
+    "recomputed in autocast": recomputed,
+    "autocast by the device of a tensor": autocast_by_device,
+    "autocast, asked for": autocast_asked,
+    "autocast, a function of dtypes": narrow(OfDtypes.apply, torch.bfloat16),
     "autocast": autocast,
     "autocast, norms": narrow(lambda y: F.layer_norm(F.rms_norm(y, (WIDTH,)), (WIDTH,)), torch.bfloat16),
     "autocast, softmax": narrow(lambda y: y.softmax(-1) @ y.cumsum(-1).t(), torch.bfloat16),
@@ -111,6 +164,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
         F.softmax(x.half(), -1, dtype=torch.float32) + F.log_softmax(x.half(), 0, dtype=torch.float32)
     ),
     "capability": lambda x: x.tanh() if torch.cuda.get_device_capability(x.device)[0] == 9 else x.exp(),
+    "settings": lambda x: x.tanh() if "PyTorch" in torch.__config__.show() else x.exp(),
     "closed over": lambda x: x + CLOSED_OVER,
 }
 
