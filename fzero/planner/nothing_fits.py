@@ -90,7 +90,8 @@ def _by_chunks(problem: Problem, sketch: Sketch, found: Search) -> Iterator[Alte
     if graph is None or problem.spec.loss is None or problem.spec.loss_chunks is not None:
         return
     chunks, nbytes = chunks_for(graph)
-    if nbytes and (row := _first(replace(problem, spec=replace(problem.spec, loss_chunks=chunks)), sketch)):
+    chunked = replace(problem, spec=replace(problem.spec, loss_chunks=chunks))
+    if nbytes and (row := _first(chunked, sketch, hopes=True)):  # the sketch is of all logits at once
         yield Alternative(f"loss_chunks={chunks}", row)
 
 
@@ -112,7 +113,7 @@ def _more_memory(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
             return
 
 
-def _first(problem: Problem, sketch: Sketch) -> Row | None:
-    """The fastest that fits, of a few."""
-    fitting = search(problem, sketch, TRIED, hopes=False).fitting
+def _first(problem: Problem, sketch: Sketch, *, hopes: bool = False) -> Row | None:
+    """The fastest that fits, of a few. hopes: as in `search`."""
+    fitting = search(problem, sketch, TRIED, hopes=hopes).fitting
     return min(fitting, key=lambda row: row.seconds, default=None)

@@ -68,13 +68,29 @@ def test_a_gpt(fields: dict[str, Any], mesh: dict[str, int], microbatches: int) 
     assert_equal(*both(of, mesh), of)
 
 
-def test_roles_with_fewer_layers_than_others() -> None:
-    """As where the last one has a large head: on the average they have as many as pay. The clipped norm's sum has a
-    number of each leaf of all roles: by a role's own layers it is foretold a few bytes too large, or too small."""
+def uneven() -> tuple[Problem, dict[str, int]]:
+    """A pipeline of roles with a layer more, and a layer less, than pay."""
     model, mesh = gpt(layers=2 * DEPTH), {"pp": 2, "dp": 2}
     batch = {name: torch.zeros(32, 8, dtype=torch.int64) for name in ("x", "y")}
     cut = fzero.Pipeline("1f1b", 1, [f"blocks/{DEPTH + 1}"])
-    of = problem(model.loss, model.params, batch, microbatches=8, zero=1, mesh=mesh, pipeline=cut)
+    return problem(model.loss, model.params, batch, microbatches=8, zero=1, mesh=mesh, pipeline=cut), mesh
+
+
+def test_roles_with_fewer_layers_than_others_are_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the last one has a large head: on the average they have as many as pay."""
+    seen: list[Any] = []
+    monkeypatch.setattr(deep, "foretold", lambda lower, depths, *_, **__: seen.append(depths))
+    of, mesh = uneven()
+    over = Mesh(tuple(mesh.items()))
+    deep.probed(of, replace(of.spec, mesh=mesh), over, by_rates(of.machine, over))
+    assert seen == [[DEPTH + 1, DEPTH - 1]]
+
+
+@pytest.mark.acceptance
+def test_roles_with_fewer_layers_than_others() -> None:
+    """The clipped norm's sum has a number of each leaf of all roles: by a role's own layers it is foretold a few bytes
+    too large, or too small."""
+    of, mesh = uneven()
     found, whole = both(of, mesh)
     assert found is not None
     wanted = of_programs(whole.programs, of.machine.rates(whole.plan.mesh))
