@@ -61,6 +61,10 @@ _BY_PRODUCTS = (
     "a kernel of attention has no derivative of its gradient, and none in forward mode. Around this attention write "
     "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): it is products then, which have both"
 )
+_MEET = (
+    "tensors of two devices meet. A tensor that the functions close over (a module's buffers, a mask) is where it was "
+    "made: move it to Spec.device first, or give it in the state or the batch"
+)
 TORCH_SAYS = {
     "derivative for aten::_scaled_dot_product": _BY_PRODUCTS,
     "forward AD with _scaled_dot_product": _BY_PRODUCTS,
@@ -104,8 +108,8 @@ TORCH_SAYS = {
     f"functions of its own, which a program does not hold. {_NO_FLEX}",
     "not linked with support for": "a tensor is moved to a device that this torch is not built for. Leave .cuda() or "
     ".to(device) out: the tensors of a step are where its state is. (`fzero fake-cuda SCRIPT` has such a device)",
-    "found at least two devices": "tensors of two devices meet. A tensor that the functions close over (a module's "
-    "buffers, a mask) is where it was made: move it to Spec.device first, or give it in the state or the batch",
+    "found at least two devices": _MEET,
+    "found two different devices": _MEET,  # torch 2.11
     "backward through the graph a second time": "a graph that backward() or autograd.grad has freed is needed again. "
     "Leave loss.backward() out: fzero takes the gradient of what the loss returns. For one within the loss write "
     "torch.autograd.grad(y, x, create_graph=True)",
@@ -165,6 +169,11 @@ _LAYERDROP = (
 _LENGTHS = (
     "It checks lengths: pass lengths=torch.full((rows,), length) of the batch's shape beside attention_mask=, which is "
     "then the mask"
+)
+
+MEET = (
+    "tensors of two devices meet. A tensor that the functions close over (a module's buffers, a mask) is where it was "
+    "made: move it to Spec.device first, or give it in the state or the batch"
 )
 
 # part of "op file:line in function `line of code`" -> the remedy. The first that fits is shown.
