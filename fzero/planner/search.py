@@ -244,8 +244,8 @@ def _left(done: Search) -> Said:
 def _spares_for_nothing(done: Search, one: Candidate, taken: Said) -> bool:
     """Whether a candidate recomputes, or holds a part of the state off the device, although the same without that fits
     with all that it wants to bring ahead, or is said to with room to spare: it saves no time."""
-    if one.offload is None and one.remat == "none":
-        return False
+    if is_deep(done.problem) or (one.offload is None and one.remat == "none"):
+        return False  # of a deep model few are lowered, and it matters which come first
     for other in (replace(one, offload=None), replace(one, remat="none"), replace(one, offload=None, remat="none")):
         if other == one or other not in done.estimates:
             continue
