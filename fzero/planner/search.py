@@ -25,7 +25,8 @@ LEAST, OPS = 10, 2000  # candidates that are lowered: as many as make so many op
 A_MESH = 3  # candidates of one mesh that are lowered, at least
 SLACK = 2  # a program that needs no more than this of the budget is lowered again, under the budget
 NEAR = 1.15  # of the fastest, or of the budget: a candidate that is said to take more is not lowered to see
-FAR = 2  # the same of a stage, mesh, sequence and offload that were not lowered together; and of all where none fits
+FAR = 2  # of the fastest: the same of a stage, mesh, sequence and offload that were not lowered together
+HOPELESS = 2  # of the budget: where all are said to need more, none is looked for that fits
 WORTH = 0.01  # of the fastest's seconds: what a candidate of a deep model is to save, to be lowered
 Shape = tuple[tuple[str, int], ...]
 Said = Mapping[Candidate, tuple[float, float]]  # (seconds, bytes)
@@ -161,7 +162,7 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None, *, hopes: 
     again, but few of those that are said not to fit (`_smallest`). What was lowered corrects the sketch of what was
     not. If there are few, all are lowered.
     most: None for as many as programs of so many ops allow. hopes: whether the least is looked for where the sketch
-    says of all that they need `FAR` more than there is; else the search is over then."""
+    says of all that they need `HOPELESS` times what there is; else the search is over then."""
     of, few = problem, most or LEAST
     most = most or max(LEAST, OPS // sketch.ops)
     own = default(of.spec, of.world_size)
@@ -170,7 +171,7 @@ def search(problem: Problem, sketch: Sketch, most: int | None = None, *, hopes: 
     )
     said = sketch.estimates([own, *found], of.rows, of.machine, of.rules.bytes_a_row)
     done = Search(of, said, sketch.share)
-    hopeless = min(nbytes for _, nbytes in said.values()) > FAR * of.budget
+    hopeless = min(nbytes for _, nbytes in said.values()) > HOPELESS * of.budget
     if hopeless and not hopes:
         return done
     done.row(own)

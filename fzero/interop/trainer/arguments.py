@@ -46,9 +46,8 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"TrainingArguments({LAUNCHED[name]}...)" for name in chosen]  # fmt: skip
             texts = [(name, text.strip()) for name, text in zip(chosen, said, strict=True)]
             raise ConfigError("\n".join(["the environment: another engine is chosen", *said]), texts)
-        if isinstance(self.spec, str):
-            text = self.spec.strip()
-            self.spec = from_json(text, "TrainingArguments(spec=)") if text.startswith("{") else read(text)[1]
+        spec = _of_text("spec", self.spec)
+        self.spec = read(spec.strip())[1] if isinstance(spec, str) else spec
         self.parallel = {name: _of_text(name, getattr(self, name)) for name in ("deepspeed", "fsdp", "fsdp_config")}
         self.deepspeed = self.fsdp = self.fsdp_config = None
         super().__post_init__()
