@@ -61,8 +61,7 @@ class BatchShapes:
             log.warning("fzero: pad_to=%d found nothing to pad: a batch has no sequence of tokens, but %s. Each shape "
                         "has a program: pad in the collator, or leave pad_to out",
                         pad_to, shapes.described(batches[0]))  # fmt: skip
-        several = self.trainer.args.world_size > 1
-        gather = (lambda row: self.trainer.accelerator.gather(row.to(self.trainer.args.device))) if several else None
+        gather = self.trainer.engine.of_all_ranks if self.trainer.args.world_size > 1 else None
         longest, count = self.seen.agreed(batches, own, gather, count)
         if longest is None:
             return own, (0, 0), count

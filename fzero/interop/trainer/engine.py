@@ -12,6 +12,7 @@ import torch
 
 import fzero
 from fzero import optim
+from fzero.comm.agree import gathered
 from fzero.interop._hf_compat import Recomputed
 from fzero.interop.config import Given
 from fzero.interop.config.config_calls import ConfigCall
@@ -21,6 +22,7 @@ from fzero.interop.trainer import optimizers, refusals, shapes, trainer_step, we
 from fzero.interop.trainer.parallel import axes_of, given_of
 from fzero.interop.trainer.running_statistics import Statistics, tracked
 from fzero.optim import GradientTransformation
+from fzero.session.session import session_of
 
 _FP16 = fzero.Precision(
     compute="autocast_fp16", reduce="fp32", loss_scale=fzero.LossScale(window=2000, hysteresis=1)
@@ -74,6 +76,11 @@ class Engine:
         spec = fzero.Spec(loss=trainer_step.loss_of(trainer, trained, statistics), **fields)
         state = _begun(spec, trainer.model, trained, trainer.args.seed, None)
         return cls(trainer, spec, trained, statistics, state, given.export_dtype if given else None)
+
+    def of_all_ranks(self, row: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, of a small CPU tensor (1, n) on each. A collective."""
+        session = session_of(self.state)
+        return torch.cat(gathered(row, session.world_size, session.group))
 
     def step(self, batch: Any) -> Any:
         """One step. Returns its metrics."""
