@@ -15,7 +15,7 @@ from torch import fx
 
 from fzero import backend
 from fzero._torch_compat import kernel_of
-from fzero.codegen import tiling
+from fzero.codegen import embedding_rows
 from fzero.ir import fx_nodes, fx_values, op_info, strided_ops
 from fzero.ir.op_info import named, of
 
@@ -53,25 +53,16 @@ def special_form(node: fx.Node) -> Callable[..., Iterator[Call]] | None:
 
     The result is called with the result's tensor, then the node's arguments, and gives the calls.
     """
-    if is_by_columns(node):
-        return _embedding_backward_by_columns
+    if is_by_rows(node):
+        return embedding_rows.rows
     form = of(node.target).special_form
     return form if form is not None and _fits(node) else None
 
 
-def is_by_columns(node: fx.Node) -> bool:
-    """Whether a node's result is made some columns at a time: the backward of an embedding, on the CPU."""
+def is_by_rows(node: fx.Node) -> bool:
+    """Whether a node's result is made some rows at a time: the backward of an embedding, on the CPU."""
     backward = node.target is aten.embedding_dense_backward.default
     return backward and not _fits(node) and not node.args[4] and not _on_cuda(node)
-
-
-def columns_bytes(node: fx.Node) -> int:
-    """The most bytes that a node made by columns asks the allocator for: some columns, and rows made contiguous."""
-    (rows, columns), itemsize = node.meta["val"].shape, node.meta["val"].element_size()
-    step = min(_columns_at_once(rows, itemsize), columns)
-    grad, index = (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
-    copied = index.numel() if step < columns or not grad.is_contiguous() else 0
-    return (rows + copied) * step * itemsize
 
 
 def _fits(node: fx.Node) -> bool:
@@ -193,27 +184,6 @@ def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_
 def _embedding_backward(into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
     yield into.zero_
     yield partial(into.index_add_, 0, index.view(-1), grad.view(-1, into.shape[1]))
-
-
-_COLUMNS_BYTES = tiling.BYTES[1]  # of a result in memory that malloc keeps
-
-
-def _columns_at_once(rows: int, itemsize: int) -> int:
-    return max(1, _COLUMNS_BYTES // max(rows * itemsize, 1))
-
-
-def _embedding_backward_by_columns(
-    into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *rest: Any
-) -> Iterator[Call]:
-    """aten's own kernel, which returns a new tensor, on some columns at a time: columns do not meet.
-
-    Not with `scale_grad_by_freq`: rows are then added with a factor, which rounds by the number of columns (`tiling`).
-    """
-    step = _columns_at_once(into.shape[0], into.element_size())
-    kernel = kernel_of(aten.embedding_dense_backward.default)
-    for start in range(0, into.shape[1], step):
-        columns = slice(start, start + step)
-        yield partial(copy_result, partial(kernel, grad[..., columns], index, *rest), into[:, columns])
 
 
 def _padded(into: torch.Tensor, x: torch.Tensor, pads: Sequence[int], value: float = 0) -> Iterator[Call]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fzero.codegen import inplace, out_forms, tiling
+from fzero.codegen import embedding_rows, inplace, out_forms, tiling
 from fzero.codegen.fusion import Fused
 from fzero.codegen.handed import handed
 from fzero.codegen.widened import is_widened
@@ -86,6 +86,7 @@ def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
             held[home] = (min(first, before[0]), max(last, before[1]), nbytes)
     offsets, nbytes = pack(list(held.values()))
     heap = max((heap_bytes(node) for node in gm.graph.nodes if fx_nodes.is_compute(node)), default=0)
+    heap = max(heap, *(chain.heap for chain in chains), 0)
     by_last = {chain.last: chain for chain in chains}
     places = dict(zip(held, offsets, strict=True))
     return SegmentMemory(values.outputs, homes, places, nbytes, heap, by_last, tiled, taken)
@@ -115,8 +116,8 @@ def heap_bytes(node: fx.Node) -> int:
         return sum(value.nbytes for _, value in fx_values.results(node)) + _step_bytes(node)
     if isinstance(node.target, Fused):
         return node.target.own.heap if node.target.own is not None else 0
-    if out_forms.is_by_columns(node):
-        return workspace_bytes(node) + out_forms.columns_bytes(node)
+    if out_forms.is_by_rows(node):
+        return workspace_bytes(node) + embedding_rows.heap_bytes(node)
     direct = out_forms.special_form(node) or out_forms.form_of(node)
     own = 0 if direct else sum(value.untyped_storage().nbytes() for _, value in fx_values.results(node))
     return workspace_bytes(node) + own

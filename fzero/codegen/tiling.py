@@ -1,9 +1,9 @@
 """tiling: chains of ops that run one tile at a time, so that a value between them is never whole.
 
-The gradient of a cross entropy is a matrix as large as the logits, nearly all zeros, that the next op reads once. The
-gradient of an embedding in 16 bits is made in the allocator's memory and then added and cast. A chain cuts such a value
-into tiles of rows or of columns, which do not meet in any op of the chain. The value then needs the memory of one tile,
-which stays in the cache. The same kernels run on the tiles, so the bits are the same.
+The gradient of a cross entropy is a matrix as large as the logits, nearly all zeros, that the next op reads once. So is
+that of an embedding, to which the gradient of an output head is added where the two are one. A chain cuts such a value
+into tiles of rows, which do not meet in any op of the chain. The value then needs the memory of one tile, which stays
+in the cache. The same kernels run on the tiles, so the bits are the same.
 
 That holds for ops that round once, or not at all. Of others (a sigmoid, a gelu, a power) torch has a vector form, and a
 scalar form for the last few elements of its operand. The two round differently, and a tile ends elsewhere than the
@@ -30,15 +30,27 @@ import torch
 from torch import fx
 
 from fzero import backend
+from fzero.codegen import embedding_rows
 from fzero.codegen.inplace import by_rows
 from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.op_info import of
 
 aten = torch.ops.aten
-Cut = tuple[
-    int, Mapping[int, int]
-]  # the dim of the result that is cut, and the dim of each operand that is cut with it
-BYTES = {0: 1 << 20, 1: 4 << 20}  # of a tile, by the dim that is cut
+BYTES = 1 << 20  # of a tile
+
+
+@dataclass(frozen=True)
+class Head:
+    """How tiles of the first op of a chain are made.
+
+    cut: the operands that are cut with the result, by place. rows: gives the calls that make some rows, from their
+    memory, the op's arguments and `first=`, the number of the first row; None for the op itself, on its cut operands.
+    heap: the most bytes that these calls ask the allocator for.
+    """
+
+    cut: Collection[int] = ()
+    rows: Callable[..., Iterator[Callable[[], Any]]] | None = None
+    heap: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,23 @@ class Chain:
     """Ops that run tile by tile.
 
     nodes: the head, then each the only user of the one before; or flat work in its order.
-    dim, step: tiles are `step` wide along `dim` of the results; the last may be narrower.
-    flat: whether it is flat work, all operands of which are cut.
+    step: the rows of a tile; the last may have fewer.
+    head: None for flat work, all operands of which are cut.
     """
 
     nodes: tuple[fx.Node, ...]
-    dim: int
     step: int
-    flat: bool = False
+    head: Head | None = None
+
+    @property
+    def flat(self) -> bool:
+        """Whether it is flat work."""
+        return self.head is None
+
+    @property
+    def heap(self) -> int:
+        """The most bytes that its head asks the allocator for, in a way of its own."""
+        return 0 if self.head is None else self.head.heap
 
     @property
     def last(self) -> fx.Node:
@@ -91,8 +112,7 @@ class Chain:
         tiles = []
         for node in self.inner:
             value = node.meta["val"]
-            shape = [self.step if d == self.dim else n for d, n in enumerate(value.shape)]
-            tiles.append((node, torch.empty(shape, dtype=value.dtype, device="meta")))
+            tiles.append((node, torch.empty((self.step, *value.shape[1:]), dtype=value.dtype, device="meta")))
         return tiles
 
     def is_tiled(self, operand: fx.Node) -> bool:
@@ -106,18 +126,17 @@ class Chain:
 
         `env` holds the operands' whole tensors, `blocks` 1-D memory for a tile of each value between the ops.
         """
-        _, head = (0, {}) if self.flat else _head(self.nodes[0]) or (0, {})
-        cut_alike = self.nodes if self.flat else self.nodes[1:]
-        along = {n: self.dim for node in cut_alike for n in node.all_input_nodes if _is_cut(n)}
-        along |= {fx_nodes.operand(self.nodes[0], index): dim for index, dim in head.items()}
+        cut_alike = self.nodes if self.head is None else self.nodes[1:]
+        cut = {n for node in cut_alike for n in node.all_input_nodes if _is_cut(n)}
+        cut |= {fx_nodes.operand(self.nodes[0], i) for i in (() if self.head is None else self.head.cut)}
         outer = {n: env[n] for node in self.nodes for n in node.all_input_nodes if n not in self.nodes}
-        size = next(outer[n].shape[dim] for n, dim in along.items() if n in outer)
+        sizes = [x.shape[0] for n, x in outer.items() if n in cut]
+        (size, *_) = sizes or self.nodes[0].meta["val"].shape
         for start in range(0, size, self.step):
-            width = min(self.step, size - start)
-            operands = {n: x.narrow(along[n], start, width) if n in along else x for n, x in outer.items()}
+            num = min(self.step, size - start)
+            operands = {n: x[start : start + num] if n in cut else x for n, x in outer.items()}
             for node, tile in self.between:
-                shape = [width if d == self.dim else n for d, n in enumerate(tile.shape)]
-                operands[node] = blocks[node][: tile.numel() // tile.shape[self.dim] * width].view(shape)
+                operands[node] = blocks[node][: tile[:num].numel()].view(num, *tile.shape[1:])
             for node in self.nodes:
                 if written := [self.placed[node]] if node in self.placed else fx_nodes.mutated(node):
                     operands[node] = operands[written[0]]
@@ -135,15 +154,15 @@ def chains(gm: fx.GraphModule, apart: frozenset[int]) -> list[Chain]:
     chosen: list[Chain] = []
     for node in gm.graph.nodes:
         taken = {n for chain in chosen for n in chain.nodes}  # two chains may meet: the second ends before
-        cut = _head(node)
-        chain = _chain(node, cut[0], taken) if cut is not None else None
+        head = _head(node)
+        chain = _chain(node, head, taken) if head is not None else None
         if chain is not None and _undisturbed(chain, list(gm.graph.nodes), position, free):
             chosen.append(chain)
     return chosen
 
 
-def _head(node: fx.Node) -> Cut | None:
-    """How tiles cut the head of a chain; None for a node that is no head."""
+def _head(node: fx.Node) -> Head | None:
+    """How tiles of the head of a chain are made; None for a node that is no head."""
     head = of(node.target).tile_head
     if head is None:
         return None
@@ -152,16 +171,16 @@ def _head(node: fx.Node) -> Cut | None:
     return head(node) if here and value.is_contiguous() else None
 
 
-def _chain(head: fx.Node, dim: int, taken: Collection[fx.Node]) -> Chain | None:
-    value = head.meta["val"]
-    step = max(1, BYTES[dim] * value.shape[dim] // max(value.numel() * value.element_size(), 1))
-    nodes = [head]
+def _chain(first: fx.Node, head: Head, taken: Collection[fx.Node]) -> Chain | None:
+    value = first.meta["val"]
+    step = max(1, BYTES * value.shape[0] // max(value.numel() * value.element_size(), 1))
+    nodes = [first]
     while not fx_nodes.mutated(nodes[-1]) and len(nodes[-1].users) == 1:
         user = next(iter(nodes[-1].users))
-        if user in taken or not _follows(user, nodes[-1], dim):
+        if user in taken or not _follows(user, nodes[-1]):
             break
         nodes.append(user)
-    return Chain(tuple(nodes), dim, step) if len(nodes) > 1 and step < value.shape[dim] else None
+    return Chain(tuple(nodes), step, head) if len(nodes) > 1 and step < value.shape[0] else None
 
 
 def _flat_work(gm: fx.GraphModule) -> Chain | None:
@@ -173,7 +192,7 @@ def _flat_work(gm: fx.GraphModule) -> Chain | None:
     while outer := {n for n in nodes if not fx_nodes.mutated(n) and not nodes.issuperset(n.users)}:
         nodes -= outer
     ordered = [node for node in compute if node in nodes]
-    step = BYTES[0] // max((x.dtype.itemsize for n in ordered for x in _values(n) if x.ndim), default=1)
+    step = BYTES // max((x.dtype.itemsize for n in ordered for x in _values(n) if x.ndim), default=1)
     if len(ordered) < 2 or all(map(fx_nodes.mutated, ordered)) or step >= shape[0]:
         return None
     between = compute[compute.index(ordered[0]) : compute.index(ordered[-1])]
@@ -181,7 +200,7 @@ def _flat_work(gm: fx.GraphModule) -> Chain | None:
     for node in between:  # the work runs where its last op stands
         if node not in nodes and (fx_nodes.mutated(node) or touched & {*map(fx_nodes.base, node.all_input_nodes)}):
             return None
-    return Chain(tuple(ordered), 0, step, flat=True)
+    return Chain(tuple(ordered), step)
 
 
 def _is_flat(node: fx.Node, shape: torch.Size) -> bool:
@@ -218,12 +237,12 @@ def _is_cut(node: fx.Node) -> bool:
     return all(x.ndim > 0 for x in fx_values.tensors(node.meta.get("val")))
 
 
-def _follows(node: fx.Node, before: fx.Node, dim: int) -> bool:
+def _follows(node: fx.Node, before: fx.Node) -> bool:
     """Whether an op's tiles depend on the same tiles of its operands alone."""
     shape = before.meta["val"].shape
     cast = node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}
     copied = node.target is aten.copy_.default and node.args[1] is before
-    fits = cast or copied or _exact(node) or (dim == 0 and by_rows(node))
+    fits = cast or copied or _exact(node) or by_rows(node)
     values = [n.meta["val"] for n in node.all_input_nodes]
     alike = all(isinstance(x, torch.Tensor) and x.shape == shape for x in values)
     return fits and alike and all(n.meta["val"].is_contiguous() for n in node.all_input_nodes)
@@ -271,28 +290,31 @@ def calls(
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), operands.__getitem__)
             if len(args) > 1 and node.args[1] in chain.placed and node.target is aten.copy_.default:
                 continue  # it is there
-            if node is not chain.last:
+            if chain.head is not None and chain.head.rows is not None and node is chain.nodes[0]:
+                yield from chain.head.rows(operands[node], *args, first=start)
+            elif node is not chain.last:
                 yield from calls_of(node, args, kwargs, {} if fx_nodes.mutated(node) else {0: operands[node]})
             elif into is None:
                 yield from calls_of(node, args, kwargs, {})
             else:
-                width = operands[chain.nodes[0]].shape[chain.dim]
-                yield from calls_of(node, args, kwargs, {0: into.narrow(chain.dim, start, width)})
-                start += width
+                num = len(operands[chain.nodes[0]])
+                yield from calls_of(node, args, kwargs, {0: into[start : start + num]})
+        start += chain.step
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-def _of_a_loss(node: fx.Node) -> Cut | None:
-    """By rows, of a mean or a sum: then the gradient of the loss is one number."""
-    return (0, {1: 0, 2: 0}) if node.args[4] in (1, 2) and node.meta["val"].ndim == 2 else None
+def _of_a_loss(node: fx.Node) -> Head | None:
+    """Of a mean or a sum: then the gradient of the loss is one number."""
+    return Head(cut=(1, 2)) if node.args[4] in (1, 2) and node.meta["val"].ndim == 2 else None
 
 
-def _of_an_embedding(node: fx.Node) -> Cut | None:
-    """By columns, in 16 bits, where rows are not scaled by how often they come."""
-    value = node.meta["val"]
-    return (1, {0: -1}) if value.dtype.itemsize < 4 and value.ndim == 2 and not node.args[4] else None
+def _of_an_embedding(node: fx.Node) -> Head | None:
+    """Where rows are not scaled by how often they come."""
+    contiguous = fx_nodes.operand(node).meta["val"].is_contiguous()  # else each tile would copy it
+    fits = node.meta["val"].ndim == 2 and contiguous and not node.args[4]
+    return Head(rows=embedding_rows.rows, heap=embedding_rows.heap_bytes(node)) if fits else None
 
 
 op_info.fill(

@@ -7,7 +7,7 @@ Ask `fzero.ir.op_info.of`, which puts a row together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -62,8 +62,8 @@ class OpInfo:
     overwrites: "elements", "rows": its kernel reads each of them before it writes it, so the result may lie in an
         operand's memory.
     exact: it rounds once or not at all, so parts of any size have the bits of the whole.
-    tile_head: of a call that may head a chain of tiles (`fzero.codegen.tiling`), the dim of its result that they cut,
-        and {operand: the dim that is cut with it}; None for another call.
+    tile_head: of a call that may head a chain of tiles, how these are made (`fzero.codegen.tiling.Head`); None for
+        another call.
     fusion: "loop" over elements, which a compiler may fuse; "move": so it is, but it does not count as work; "not on
         cpu": there torch's kernel is faster. aten's pointwise ops are loops.
     widens: the operands that its kernel casts itself, by place: they may come in a narrower floating dtype.
@@ -106,7 +106,7 @@ class OpInfo:
     special_form: Callable[..., Any] | None = None
     overwrites: Literal["", "elements", "rows"] = ""
     exact: bool = False
-    tile_head: Callable[[fx.Node], tuple[int, Mapping[int, int]] | None] | None = None
+    tile_head: Callable[[fx.Node], Any] | None = None
     fusion: Literal["", "loop", "move", "not on cpu"] = ""
     widens: tuple[int, ...] = ()
     narrows: tuple[int, ...] = ()
