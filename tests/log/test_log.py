@@ -14,7 +14,7 @@ from helpers import gloo, values
 
 import fzero
 from fzero import Log, optim
-from fzero.errors import SpecError
+from fzero.errors import SpecError, TreeError
 from fzero.log.log import _metrics
 from fzero.log.plot import read
 from fzero.log.progress_log import Progress, text
@@ -136,6 +136,14 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
     assert all(records)
     assert len(seen) == 1
     assert [step for step, _ in tracker.records] == [1, 2, 3]
+
+
+def test_a_folder_and_what_is_no_state_are_refused(tmp_path: Path) -> None:
+    """The folder was a warning at the first record, after which nothing was written; the other an AttributeError."""
+    with pytest.raises(SpecError, match=r"is a folder: needed a file, as '.*log\.jsonl'"):
+        Log(tmp_path)
+    with pytest.raises(TreeError, match=r"needs the State that fzero.step returned, got dict"):
+        Log(show=False)({"loss": 1})  # type: ignore[arg-type]
 
 
 def test_a_disk_that_fails_is_one_warning(tmp_path: Path) -> None:
