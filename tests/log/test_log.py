@@ -212,6 +212,26 @@ def test_lines_where_there_is_no_terminal_and_a_bar_where_there_is_one() -> None
     assert text({"step": 1}) == "step 1"
 
 
+class Full(io.StringIO):
+    """A stream on a full disk, or of a reader that is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stream", [None, Full(), "closed"])
+def test_a_standard_error_that_fails_does_not_end_the_run(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python train.py 2>&1 | head`, a full disk under it, or `2>&-` ended the run at its next record."""
+    if stream == "closed":
+        stream = io.StringIO()
+        stream.close()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("sys.stdout", out := io.StringIO())
+    with Log(every=1) as log:
+        assert [log(state) is not None for state in states(2)] == [True, True]
+    assert out.getvalue() == ""
+
+
 def logged(folder: str) -> list[Any]:
     state = fzero.init({"w": torch.ones(2, 1)}, spec(zero=3))
     log, found = Log(f"{folder}/log.jsonl", every=1, show=False), []
