@@ -72,6 +72,11 @@ def loss_of(heads: int) -> Any:
     return loss
 
 
+def axes(text: str) -> dict[str, int]:
+    """`pp=10,dp=5` as a mesh."""
+    return {name: int(size) for name, _, size in (axis.partition("=") for axis in text.split(","))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="gpt2")
@@ -80,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of the global batch (default 64)")
     parser.add_argument("--length", type=int, default=1_024, help="tokens of a row (default 1,024)")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--mesh", help="as pp=10,dp=5,tp=16, the slowest axis first (default: left open)")
+    parser.add_argument("--mesh", type=axes, help="as pp=10,dp=5,tp=16, the slowest axis first (default: left open)")
     parser.add_argument("--zero", type=int, choices=range(4), help="the stage (default: left open)")
     parser.add_argument("--microbatches", type=int, help="of a rank's rows (default: left open)")
     parser.add_argument("--reduce", choices=("each", "end"), help="of microbatches' gradients (default: by a rule)")
@@ -89,20 +94,21 @@ def main() -> None:
     )
     given = parser.parse_args()
     layers, width, heads, words = MODELS[given.model]
+    if given.rows < 1 or given.length < 1:
+        parser.error("--rows and --length: needed positive numbers")
     tokens = torch.empty(given.rows, given.length, dtype=torch.int64, device="meta")
-    axes = [axis.partition("=") for axis in given.mesh.split(",")] if given.mesh else []
-    pinned: dict[str, Any] = {"mesh": {name: int(size) for name, _, size in axes}} if axes else {}
+    fields = ("mesh", "zero", "microbatches", "reduce")
+    pinned: dict[str, Any] = {name: x for name in fields if (x := getattr(given, name)) is not None}
     pinned |= {"shard": MEGATRON} if "tp" in pinned.get("mesh", {}) else {}
-    pinned |= {name: x for name in ("zero", "microbatches", "reduce") if (x := getattr(given, name)) is not None}
-    spec = fzero.Spec(
-        loss=loss_of(heads),
-        optimizer=optim.adamw(1e-4),
-        precision=given.precision,
-        clip_norm=1.0,
-        **pinned,
-    )
     began = time.perf_counter()
     try:
+        spec = fzero.Spec(
+            loss=loss_of(heads),
+            optimizer=optim.adamw(1e-4),
+            precision=given.precision,
+            clip_norm=1.0,
+            **pinned,
+        )
         planned = fzero.plan(
             spec,
             empty(layers, width, words),

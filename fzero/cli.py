@@ -7,6 +7,8 @@ It is printed without a traceback, and the exit status is 2.
 
 import argparse
 import importlib.metadata
+import io
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +27,9 @@ from fzero.tree import suggest
 
 STARTS = ("launch", "run", "train", "torchrun", "deepspeed")  # words of other launchers
 STARTED = " Scripts are started by torchrun: torchrun --nproc-per-node 8 train.py (docs/launching.md)."
+
+
+CLOSED = 141  # the status of a program that SIGPIPE ends
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["fake-cuda"] and given[1:2] not in ([], ["-h"], ["--help"], ["--"]):
         given.insert(1, "--")  # what follows is Python's; argparse takes a leading -m for an option of its own
     arguments = _parser().parse_args(given)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal of ASCII has no micro sign
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        status = COMMANDS[arguments.command].run(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has all that it wanted, as `head`; what is left has no place
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
     except (FzeroError, OSError, ValueError, TypeError) as error:
         print(printable(f"fzero {arguments.command}: {error}"), file=sys.stderr)
         return 2

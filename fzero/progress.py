@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -128,18 +128,25 @@ def _watch(work: Work) -> None:
     stream = sys.stderr
     display = Display.on(stream)
     if display is None:
-        said = False
-        while not said or not work.ended.wait(EVERY):
-            print(f"fzero: {work} ({time.monotonic() - work.began:.0f} s)", file=stream, flush=True)
-            said = True
-        ended = "failed after" if work.failed else "done in"
-        print(f"fzero: {work.what}: {ended} {time.monotonic() - work.began:.0f} s", file=stream, flush=True)
+        with suppress(OSError, ValueError):  # a full disk, a reader that is gone, a stream that was closed
+            _print(work, stream)
         return
     task = display.add(work.total or None)
     while not work.ended.wait(REDRAWN):
         part = work if work.total else work.inner or work  # read once: the work goes on beside
         display.show(task, str(work), part.done, part.total or None)
     display.remove(task)
+
+
+def _print(work: Work, stream: TextIO | None) -> None:
+    """Writes a line now and then, and one at the end of the work."""
+    said = False
+    while stream is not None and not (said and work.ended.wait(EVERY)):
+        print(f"fzero: {work} ({time.monotonic() - work.began:.0f} s)", file=stream, flush=True)
+        said = True
+    if said:
+        ended = "failed after" if work.failed else "done in"
+        print(f"fzero: {work.what}: {ended} {time.monotonic() - work.began:.0f} s", file=stream, flush=True)
 
 
 class Display:
@@ -158,9 +165,9 @@ class Display:
         self.tasks: set[int] = set()
 
     @classmethod
-    def on(cls, stream: TextIO) -> Display | None:
+    def on(cls, stream: TextIO | None) -> Display | None:
         """The display; None where there is no terminal, or no rich."""
-        if not stream.isatty():
+        if stream is None or stream.closed or not stream.isatty():
             return None
         with cls._lock:
             try:

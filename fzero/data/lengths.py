@@ -183,8 +183,11 @@ def _padded(path: str, leaf: torch.Tensor, to: To, value: float, dim: int) -> to
     missing = _target(path, leaf.shape[dim], to) - leaf.shape[dim]
     if not missing:
         return leaf
-    if not leaf.is_floating_point() and not leaf.is_complex() and value != int(value):
-        raise DataError(f"pad_to: {path!r} is {leaf.dtype}, and {value} is no such number. Give an int")
+    if not leaf.is_floating_point() and not leaf.is_complex():
+        low, high = (0, 1) if leaf.dtype == torch.bool else (torch.iinfo(leaf.dtype).min, torch.iinfo(leaf.dtype).max)
+        if not low <= value <= high or value != int(value):
+            given = f"pad_to: {path!r} is {leaf.dtype}, and {value} is no such number"
+            raise DataError(f"{given}. Give an int in [{low}, {high}]")
     shape = list(leaf.shape)
     shape[dim] = missing
     return torch.cat([leaf, leaf.new_full(shape, value)], dim)

@@ -206,6 +206,12 @@ def stacked(samples: Sequence[Any]) -> Any:
     try:
         return tree.map(lambda *leaves: torch.stack(leaves), *rows)
     except (RuntimeError, ValueError, TypeError) as error:
+        first, *others = (tree.flatten(row)[0] for row in rows)
+        if other := [paths for paths in others if paths != first]:
+            text = (
+                f"one holds {', '.join(first)}, another {', '.join(other[0])}. Give each the same entries, or collate="
+            )
+            raise DataError(f"the samples of a batch do not stack: {text}") from error
         raise DataError(
             f"the samples of a batch do not stack: {str(error).splitlines()[0]}. Give collate=, which pads them to "
             "one length; or use fzero.data.by_length, which keeps few lengths"

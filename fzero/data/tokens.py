@@ -235,7 +235,11 @@ def _opened(source: Any, dtype: str | None) -> tuple[Any, str]:
     if isinstance(source, torch.Tensor):
         source = source.detach().cpu().numpy()
     if isinstance(source, np.ndarray):
+        if dtype is not None and source.dtype != dtype:
+            raise DataError(f"Tokens(dtype={dtype!r}): the array holds {source.dtype}: leave dtype out, or convert it")
         return _checked(source, "the array"), "the array"
+    if not isinstance(source, str | os.PathLike):
+        raise DataError(f"Tokens: {type(source).__name__}: needed a file's path, an array or a tensor: torch.tensor(x)")
     path = Path(source)
     if dtype is not None and dtype not in DTYPES:
         raise DataError(f"Tokens(dtype={dtype!r}): needed one of {', '.join(DTYPES)}")

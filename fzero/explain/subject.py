@@ -66,6 +66,8 @@ def read(text: str, ranks: int | None = None, phase: str = "") -> Subject:
             raise SpecError(
                 f"--phase {phase}: the text of a program is of one phase. Needed FILE.py:FUNCTION, or no --phase"
             )
+        if ranks is not None:
+            raise SpecError(f"--ranks {ranks}: a program says its mesh. Needed FILE.py:FUNCTION, or no --ranks")
         return of_file(path)
     spec, params, batch = problem(text)
     return Subject(text, (lowered := of_spec(spec, params, batch, ranks, phase)).programs, lowered)
@@ -90,6 +92,8 @@ def of_file(path: Path) -> Subject:
 
 def of_spec(spec: Spec, params: Any, batch: Any, ranks: int | None, phase: str = "") -> Lowered:
     """A spec lowered for a world, without its devices; the rows of the batch are divided over the data ranks."""
+    if ranks is not None and ranks < 1:
+        raise SpecError(f"--ranks {ranks}: needed a positive int")
     if spec.mesh is None and ranks is None:
         raise SpecError("the spec has no mesh: say how many ranks there are, as --ranks 64")
     if spec.mesh == "auto":

@@ -46,9 +46,10 @@ def load(machine: str | Path | Hardware) -> Hardware:
         text = path.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
         hint = suggest(str(machine), presets())
+        unread = f" that can be read: {error}" if path.exists() else ""
         raise SpecError(
-            f"hardware={str(machine)!r}: no preset and no file.{hint} The presets are {', '.join(presets())}; a file "
-            "of your own is TOML, as `fzero doctor --hardware FILE` writes it"
+            f"hardware={str(machine)!r}: no preset and no file{unread}.{hint} The presets are {', '.join(presets())}; "
+            "a file of your own is TOML, as `fzero doctor --hardware FILE` writes it"
         ) from error
     try:
         return _parsed(path.name, tomllib.loads(text))

@@ -10,7 +10,7 @@ import torch
 
 from fzero.checkpoint.commit import locate
 from fzero.checkpoint.reader import Checkpoint
-from fzero.errors import CheckpointError
+from fzero.errors import CheckpointError, SpecError
 from fzero.interop import dcp_folder, huggingface
 from fzero.interop.config.read import read
 from fzero.interop.deepspeed_folder import deepspeed
@@ -32,19 +32,24 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", help="whose leaves: params (default for fzero), model (of a DCP state dict), ...")
     parser.add_argument("--dtype", choices=DTYPES, help="what floating tensors become")
     parser.add_argument("--config", type=Path, help="a config.json to write beside safetensors")
-    parser.add_argument("--max-shard-bytes", type=int, default=huggingface.MAX_SHARD_BYTES, help="of safetensors")
+    parser.add_argument("--max-shard-bytes", type=int, help="of safetensors")
 
 
 def convert(arguments: argparse.Namespace) -> int:
     """Writes the tensors of one checkpoint as another. Returns the exit status."""
     source, target, part = arguments.source, arguments.target, arguments.part
     dtype = DTYPES.get(arguments.dtype or "")
+    for option in ("config", "max_shard_bytes"):
+        if arguments.to != "safetensors" and (given := getattr(arguments, option)) is not None:
+            name = option.replace("_", "-")
+            raise SpecError(f"--{name} {given}: --to {arguments.to} has none. Leave it out, or write --to safetensors")
     checkpoint = opened(source, part)
     below = ("params" if part is None else part) if isinstance(checkpoint, Checkpoint) else ""
     if arguments.to == "safetensors":
         config = read(arguments.config)[1] if arguments.config else None
+        most = huggingface.MAX_SHARD_BYTES if arguments.max_shard_bytes is None else arguments.max_shard_bytes
         written = huggingface.export_safetensors(
-            checkpoint, target, part=below, dtype=dtype, config=config, max_shard_bytes=arguments.max_shard_bytes
+            checkpoint, target, part=below, dtype=dtype, config=config, max_shard_bytes=most
         )
     elif arguments.to == "dcp":
         written = dcp_folder.export_dcp(checkpoint, target, part=below, dtype=dtype)

@@ -20,7 +20,7 @@ import torch
 
 from fzero.checkpoint.strict import Invalid, parse
 from fzero.disk.calls import Disk
-from fzero.errors import CheckpointError, CorruptError
+from fzero.errors import CheckpointError, CorruptError, SpecError
 from fzero.interop.file_places import FilePlace, inside, raw, read_all, safetensors_header, safetensors_places
 from fzero.interop.fitted import Fitted, Names, Tied, fitted, renamed, tied_names
 from fzero.interop.outgoing import Given, outgoing
@@ -139,8 +139,10 @@ def export_safetensors(
     max_shard_bytes: of one file. config: a model's configuration, written as config.json.
     disk: the calls that write files, for tests.
 
-    Rank 0 holds one leaf, and its converted copy, at a time.
+    Rank 0 holds one leaf, and its converted copy, at a time. Raises SpecError for max_shard_bytes.
     """
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise SpecError(f"export_safetensors(max_shard_bytes={max_shard_bytes!r}): needed a positive int")
     disk = disk or Disk()
     stream = outgoing(given, part)
     name_of = renamed(stream.entries, names)

@@ -20,7 +20,7 @@ import torch
 
 from fzero import backend, tree
 from fzero.cost.memory import account
-from fzero.errors import SpecError
+from fzero.errors import SpecError, TreeError
 from fzero.log.progress_log import Progress
 from fzero.log.trackers import Tracker
 from fzero.optim.schedules import Schedule
@@ -79,6 +79,8 @@ class Log:
             raise SpecError(f"Log(rate={rate!r}): needed a number, a schedule (as fzero.optim.warmup_cosine), or None")
         if not isinstance(to, Iterable):
             raise SpecError(f"Log(to=...) is {type(to).__name__}: needed a list of trackers, as to=[tracker]")
+        if path is not None and Path(path).is_dir():
+            raise SpecError(f"Log({str(path)!r}) is a folder: needed a file, as {str(Path(path) / 'log.jsonl')!r}")
         self.path: Path | None = None if path is None else Path(path)
         self.every: int = every
         self.rate: float | Schedule | None = rate
@@ -102,7 +104,9 @@ class Log:
 
     def __call__(self, state: State, **more: float) -> dict[str, Any] | None:
         """Takes notice of a step. Returns the record that it wrote, or None. `more`, numbers or 0-d tensors, joins it.
-        Raises SpecError for what is no number."""
+        Raises SpecError for what is no number, TreeError for what is no state."""
+        if not isinstance(state, State):
+            raise TreeError(f"log(state) needs the State that fzero.step returned, got {type(state).__name__}")
         if state.runtime.rank != 0:
             return None
         if self._last is None:

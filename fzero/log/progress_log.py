@@ -26,16 +26,19 @@ class Progress:
     """Shows records on a stream. `total` steps give the bar its length; None: no end is known."""
 
     def __init__(self, total: int | None, stream: TextIO | None = None) -> None:
-        self.stream = stream or sys.stderr
+        self.stream: TextIO | None = stream or sys.stderr  # None: a process that was started with it closed
         self.display = Display.on(self.stream)
         self.total, self.task = total, None if self.display is None else self.display.add(total)
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Moves the bar, or prints a line."""
-        if self.display is None or self.task is None:
-            print(text(record), file=self.stream, flush=True)
-        else:
+        """Moves the bar, or prints a line. After a stream that fails (a full disk, a reader that is gone) nothing."""
+        if self.display is not None and self.task is not None:
             self.display.show(self.task, text(record), record["step"], self.total)
+        elif self.stream is not None:
+            try:
+                print(text(record), file=self.stream, flush=True)
+            except (OSError, ValueError):  # ValueError: it was closed
+                self.stream = None
 
     def close(self) -> None:
         """Ends the bar, which stays as it is."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from fzero.compile.simulation import simulation
-from fzero.errors import SpecError
+from fzero.errors import FzeroError, SpecError
 from fzero.hardware import presets
 from fzero.planner.choose import plan
 
@@ -50,7 +51,7 @@ def problem(text: str) -> tuple[Any, Any, Any]:
     file, _, name = text.rpartition(":")
     path = Path(file)
     if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
-        gone = f"there is no file {file}; " if name and not path.is_file() else ""
+        gone = f"there is no file {file or text}; " if not path.is_file() else ""
         needed = "needed FILE.py:FUNCTION, a function that returns (spec, params_like, batch_like)"
         raise SpecError(f"{text!r}: {gone}{needed}")
     sys.path.insert(0, str(path.parent.resolve()))
@@ -58,11 +59,24 @@ def problem(text: str) -> tuple[Any, Any, Any]:
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise SpecError(f"{text!r}: {path} has no function {name!r}")
-    made = function()
+    try:
+        found.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise SpecError(f"{text!r}: {path} has no function {name!r}")
+        made = function()
+    except FzeroError:
+        raise
+    except Exception as error:
+        raise SpecError(f"{text!r}: {_where(error, path)}{type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 3):
-        raise SpecError(f"{text!r}: it returned {type(made).__name__}; needed (spec, params_like, batch_like)")
+        given = f"{type(made).__name__} of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+        raise SpecError(f"{text!r}: it returned {given}; needed (spec, params_like, batch_like)")
     return made
+
+
+def _where(error: Exception, path: Path) -> str:
+    """The last line of the user's file that led to an error; of one of syntax its text says the line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return f"{path}:{lines[-1]}: " if lines else ""

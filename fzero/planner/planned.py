@@ -92,6 +92,17 @@ class Planned:
         values = ", ".join(f"{name}={getattr(self.spec, name)!r}" for name in self.choices)
         return f"dataclasses.replace(spec, {values})"
 
+    def __repr__(self) -> str:
+        """In one line; `str` has the table.
+
+        >>> import torch, fzero
+        >>> spec = fzero.Spec(loss=lambda p, b: (b @ p["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1))
+        >>> fzero.plan(spec, {"w": torch.empty(64, 64)}, torch.empty(8, 64), world_size=2, hardware="h100")
+        Planned({'dp': 2}, 2 ranks of DGX H100, 80 GB, ... s a step: print it)
+        """
+        where = f"{self.world_size} ranks of {self.machine.name}"
+        return f"Planned({self.spec.mesh}, {where}, {self.seconds:.4g} s a step: print it)"
+
     def __str__(self) -> str:
         lines = [
             f"{self.seconds:.4g} s a step, {size(self.peak)} of {size(self.memory)} a rank, on "

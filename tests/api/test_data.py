@@ -138,6 +138,8 @@ def test_wrong_files_are_errors_that_name_them(tmp_path: Path) -> None:
     refused("square.npy is uint8 of shape .4, 4.", tmp_path / "square.npy")
     refused("objects.npy cannot be read as tokens", tmp_path / "objects.npy")
     refused("square.npy holds uint8, as its header says, not uint16", tmp_path / "square.npy", dtype="uint16")
+    refused("list: needed a file's path, an array or a tensor: torch.tensor", [1, 2, 3])
+    refused("dtype='uint8'.: the array holds int64", np.arange(9), dtype="uint8")
     refused("short.npy holds 4 tokens, and one sample of sequence=4 needs 5", tmp_path / "short.npy")
 
 

@@ -55,6 +55,10 @@ def test_what_cannot_be_padded_is_refused_by_name() -> None:
     said(DataError, lambda: pad_to({"n": torch.ones(2)}, 8), "no leaf of the batch has such a dim", "Give the dim")
     said(DataError, lambda: pad_to(x, 8, {"x": "0"}), "'x' is padded with '0'", "needed a number")
     said(DataError, lambda: pad_to({"x": x["x"].long()}, 8, 0.5), "'x' is torch.int64, and 0.5 is no such number")
+    for leaf, value in ((x["x"].byte(), -100), (x["x"].long(), float("nan")), (x["x"].bool(), 2)):
+        said(
+            DataError, lambda leaf=leaf, value=value: pad_to({"x": leaf}, 8, value), "is no such number. Give an int in"
+        )
     for to in (0, -1, [], [0], 2.5):
         said(DataError, lambda to=to: pad_to(x, to), "needed a positive int")
 

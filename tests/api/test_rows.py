@@ -150,6 +150,7 @@ def test_a_hugging_face_data_set_with_and_without_a_length() -> None:
         ({"seed": -1}, "Write seed % 2"),
         ({"workers": -1}, "needed a positive int"),
         ({"dataset": [torch.ones(2), torch.ones(3)]}, "do not stack"),
+        ({"dataset": [{"a": 1}, {"b": 1}]}, "one holds ., another .. Give each the same entries, or collate="),
         ({"dataset": [{"text": "a"}, {"text": "b"}]}, "leave the column out"),
     ],
 )

@@ -227,12 +227,18 @@ def test_the_command_takes_a_phase(problem: str, capsys: pytest.CaptureFixture[s
     [
         (["{problem}"], "say how many ranks there are, as --ranks 64"),
         (["{problem}", "--ranks", "3"], "a batch of 16 rows cannot be divided over 3 data ranks"),
+        (["{problem}", "--ranks", "0"], "--ranks 0: needed a positive int"),
         (["{problem}", "--ranks", "4", "--role", "2"], "there are the roles 0"),
         (["{folder}"], "there is no program.txt in this folder"),
         (["{folder}/problem.py"], "needed the text of a program"),
         (["{folder}/gone.py:problem"], "gone.py; needed FILE.py:FUNCTION"),
+        (["{folder}/gone"], "there is no file {folder}/gone; needed FILE.py:FUNCTION"),
+        (["{folder}/wrong.py:of_value"], "wrong.py:3: ValueError: mine"),
+        (["{folder}/wrong.py:of_key"], "wrong.py:5: KeyError: 'x'"),
+        (["{folder}/wrong.py:two"], "it returned tuple of 2; needed (spec, params_like, batch_like)"),
         (["{folder}/cut.txt"], "is not understood"),
         (["{folder}/whole.txt", "--hardware", "h100"], "holds no segments"),
+        (["{folder}/whole.txt", "--ranks", "4"], "--ranks 4: a program says its mesh"),
         (["{folder}/whole.txt", "--phase", "coded"], "the text of a program is of one phase"),
         (["{problem}", "--ranks", "4", "--phase", "coded"], "neither the optimizer nor the step has phases"),
     ],
@@ -242,9 +248,13 @@ def test_what_cannot_be_explained_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "whole.txt").write_text(str(lowered.program))
+    (tmp_path / "wrong.py").write_text(
+        "import fzero\ndef of_value():\n    raise ValueError('mine')\ndef of_key():\n    return {}['x']\n"
+        "def two():\n    return 1, 2\n"
+    )
     (tmp_path / "cut.txt").write_text(str(lowered.program).replace("all_gather params", "all_gather [", 1))
     assert cli.main(["explain", *(word.format(problem=problem, folder=tmp_path) for word in arguments)]) == 2
-    assert said in capsys.readouterr().err
+    assert said.format(folder=tmp_path) in capsys.readouterr().err
 
 
 def data_of(html: str) -> dict[str, object]:

@@ -167,9 +167,14 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 def test_a_folder_and_bytes_are_no_machine(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xff\xfe\x00")
-    for given in (tmp_path, tmp_path / "x.toml", "no\0file"):
-        with pytest.raises(SpecError, match="no preset and no file"):
+    for given, said in (
+        (tmp_path, " that can be read: .*directory"),
+        (tmp_path / "x.toml", " that can be read: .*0xff"),
+    ):
+        with pytest.raises(SpecError, match=f"no preset and no file{said}"):
             hardware.load(given)
+    with pytest.raises(SpecError, match=r"no preset and no file\. The presets"):
+        hardware.load("no\0file")
 
 
 def test_a_step_is_simulated_on_a_machine() -> None:

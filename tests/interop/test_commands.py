@@ -62,3 +62,8 @@ def test_what_convert_cannot_read_is_named(tmp_path: Path, capsys: pytest.Captur
     assert "list.json: holds list, but a configuration is a block of keys" in wrong
     wrong = says("model.safetensors", "dcp", "--part", "params")
     assert "holds tensors alone, so there is no part 'params' of it. Leave --part out" in wrong
+    for option in (["--config", "none.json"], ["--max-shard-bytes", "40"]):  # they were read by nothing
+        assert f"{' '.join(option)}: --to dcp has none. Leave it out, or write --to safetensors" in says(
+            "run", "dcp", *option
+        )
+    assert "max_shard_bytes=0): needed a positive int" in says("run", "safetensors", "--max-shard-bytes", "0")

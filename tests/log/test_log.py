@@ -14,7 +14,7 @@ from helpers import gloo, values
 
 import fzero
 from fzero import Log, optim
-from fzero.errors import SpecError
+from fzero.errors import SpecError, TreeError
 from fzero.log.log import _metrics
 from fzero.log.plot import read
 from fzero.log.progress_log import Progress, text
@@ -138,6 +138,14 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
     assert [step for step, _ in tracker.records] == [1, 2, 3]
 
 
+def test_a_folder_and_what_is_no_state_are_refused(tmp_path: Path) -> None:
+    """The folder was a warning at the first record, after which nothing was written; the other an AttributeError."""
+    with pytest.raises(SpecError, match=r"is a folder: needed a file, as '.*log\.jsonl'"):
+        Log(tmp_path)
+    with pytest.raises(TreeError, match=r"needs the State that fzero.step returned, got dict"):
+        Log(show=False)({"loss": 1})  # type: ignore[arg-type]
+
+
 def test_a_disk_that_fails_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     log = Log(tmp_path / "file" / "log.jsonl", every=1, show=False)
@@ -202,6 +210,26 @@ def test_lines_where_there_is_no_terminal_and_a_bar_where_there_is_one() -> None
     bar.close()
     assert "step 7  loss 0.1235" in terminal.getvalue()
     assert text({"step": 1}) == "step 1"
+
+
+class Full(io.StringIO):
+    """A stream on a full disk, or of a reader that is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+@pytest.mark.parametrize("stream", [None, Full(), "closed"])
+def test_a_standard_error_that_fails_does_not_end_the_run(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python train.py 2>&1 | head`, a full disk under it, or `2>&-` ended the run at its next record."""
+    if stream == "closed":
+        stream = io.StringIO()
+        stream.close()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("sys.stdout", out := io.StringIO())
+    with Log(every=1) as log:
+        assert [log(state) is not None for state in states(2)] == [True, True]
+    assert out.getvalue() == ""
 
 
 def logged(folder: str) -> list[Any]:

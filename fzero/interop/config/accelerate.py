@@ -70,7 +70,7 @@ def accelerate_config(
     >>> print(given)
     config, on 2 ranks
       distributed_type               "FSDP"  Spec(zero=3)
-      num_processes                  2       the ranks
+      num_processes                  2       the ranks, unless world_size= is given
       mixed_precision                "bf16"  Spec(precision=)
       fsdp_config.sharding_strategy  1       FULL_SHARD
       fsdp_config.offload_params     false   nothing: off

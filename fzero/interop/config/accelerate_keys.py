@@ -45,7 +45,7 @@ DYNAMO = 'Spec(compile="auto") where it is INDUCTOR'
 ACCELERATE = table(
     keys("", HONOURED, "Spec(zero=, mesh=)", distributed_type=Of(TYPE, "NO")),
     keys("", REFUSED, "fzero starts no jobs of SageMaker", "launch with torchrun", compute_environment="LOCAL_MACHINE"),
-    keys("", HONOURED, "the ranks", num_processes=Of(SIGNED, -1)),
+    keys("", HONOURED, "the ranks, unless world_size= is given", num_processes=Of(SIGNED, -1)),
     keys("", HONOURED, "nodes, for hybrid sharding", num_machines=Of(COUNT, 1)),
     keys("", HONOURED, "Spec(precision=)", mixed_precision=Of(PRECISION, "no"), fp16=False),
     keys("", HONOURED, 'Spec(device="cpu")', use_cpu=False),
