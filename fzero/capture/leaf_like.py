@@ -15,8 +15,10 @@ import torch
 from torch import fx
 
 from fzero.capture.graph import Graph
+from fzero.capture.provenance import describe
 from fzero.capture.step_ops import REDUCE, REGION
 from fzero.capture.varying import varying_nodes
+from fzero.errors import CaptureError, leaf_name
 from fzero.ir import fx_nodes
 
 Place = TypeVar("Place", bound=Hashable)
@@ -42,6 +44,24 @@ def leaf_like(
         if len(of) == 1 and (not isinstance(value, torch.Tensor) or value.shape == shapes[next(iter(of))]):
             found[node] = of.pop()
     return found
+
+
+def refuse_cut_leaves(graph: Graph, per_rank: Sequence[str]) -> None:
+    """Raises CaptureError where microbatches split a leaf that all ranks share, or a value like it, as a batch."""
+    calls = [node for node in graph.gm.graph.nodes if node.target is REGION]
+    if all(region.microbatches == 1 for region in graph.regions):
+        return
+    shared = leaf_like(graph, graph.gm, per_rank, [None if path in per_rank else path for path in graph.state_paths])
+    for region, inputs in ((graph.regions[node.args[1]], node.args[0]) for node in calls):
+        for one, cut in zip(inputs, region.sliced, strict=True):
+            if cut and one in shared:
+                name = leaf_name("state", shared[one])
+                raise CaptureError(
+                    f"microbatches={region.microbatches} split an argument of the loss at {region.source} along dim 0, "
+                    f"and it holds {name}, {describe(one.meta['val'])}, or what is made of it, which all ranks share. "
+                    "Say which argument is the batch, as fzero.value_and_grad(loss, batch_argnum=2); data that the "
+                    "state holds, of which each rank has its own, are fzero.per_rank(x)"
+                )
 
 
 def _made_of(graph: Graph, node: fx.Node) -> Sequence[fx.Node]:

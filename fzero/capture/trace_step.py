@@ -26,6 +26,7 @@ from fzero.capture.fold_updates import fold_updates
 from fzero.capture.graph import Graph, PerRank
 from fzero.capture.joint import no_tensor
 from fzero.capture.known import Closed
+from fzero.capture.leaf_like import refuse_cut_leaves
 from fzero.capture.leaves import check_leaf, check_names, fake_like
 from fzero.capture.provenance import called, describe, found_name
 from fzero.capture.reads.noted import Reads
@@ -118,6 +119,7 @@ def capture(
         closed,
     )  # fmt: skip
     without_equal(graph, per_rank)
+    refuse_cut_leaves(graph, per_rank)
     warn_of_whole(graph, per_rank)
     return replace(graph, varying_metrics=varying_metrics(graph, per_rank))
 

@@ -49,7 +49,7 @@ def heads(graph: fx.Graph) -> list[fx.Node]:
     for node in graph.nodes:
         if node.target in NORMALISERS and not node.meta.get("phase"):
             x = fx_nodes.operand(node)
-            while x.op == "call_function" and x.target not in HEADS and _follows_one(x):
+            while x.op == "call_function" and x.target not in HEADS and follows_one(x):
                 x = fx_nodes.operand(x)
             if x.target in HEADS and not x.meta.get("phase"):
                 rows, classes = x.meta["val"].shape
@@ -155,7 +155,7 @@ def _sequences(head: fx.Node) -> int:
     return 1
 
 
-def _follows_one(node: fx.Node) -> bool:
+def follows_one(node: fx.Node) -> bool:
     """Whether a value is a view, a copy, or an elementwise function of its first operand."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False

@@ -28,6 +28,7 @@ from fzero._torch_compat import graph_module
 from fzero.capture.graph import Graph, Region
 from fzero.errors import SpecError
 from fzero.ir import fx_nodes, segments
+from fzero.lowering.batched_heads import batched_heads, unbatched
 from fzero.lowering.chunk_body import ChunkBody, features_of, grown, heads
 from fzero.lowering.node_writer import NodeWriter
 from fzero.lowering.plain_losses import made_plain
@@ -57,10 +58,11 @@ def chunks_for(graph: Graph) -> tuple[int, int]:
     of logits without chunks). (1, 0) of a graph without a loss that `chunked` could write."""
     chunks, nbytes = 1, 0
     for region in graph.regions:
-        for head in heads(region.gm.graph) if region.grad_of else []:
+        plain = _by_rows(region.gm)
+        for head in heads(plain.graph) if region.grad_of else []:
             logits, features = head.meta["val"], features_of(head).meta["val"]
             try:
-                gm = graph_module(segments.copied(region.gm.graph))
+                gm = graph_module(segments.copied(plain.graph))
                 made_plain(gm)
                 tokens = min(grown(each).num for each in heads(gm.graph))
             except SpecError:
@@ -70,10 +72,20 @@ def chunks_for(graph: Graph) -> tuple[int, int]:
     return chunks, nbytes
 
 
+def _by_rows(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph with heads that are one product of all rows; itself where they are."""
+    if not batched_heads(gm.graph):
+        return gm
+    gm = graph_module(segments.copied(gm.graph))
+    unbatched(gm.graph)
+    return gm
+
+
 def _region(region: Region, chunks: int) -> Region:
-    if not heads(region.gm.graph):
+    plain = _by_rows(region.gm)
+    if not heads(plain.graph):
         return region
-    gm = graph_module(segments.copied(region.gm.graph))
+    gm = graph_module(segments.copied(plain.graph))
     made_plain(gm)
     for number, head in enumerate(found := heads(gm.graph)):
         head.meta[HEAD] = number

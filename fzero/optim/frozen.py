@@ -80,7 +80,7 @@ class FrozenStep:
         """The updates after so many updates: 0 where nu is 0, but for the decay."""
         rate = self.schedule(count)
         size = rate / (1 - self.beta1 ** (count + 1).to(torch.float64)) if self.corrected else rate
-        size, shrink = size.to(torch.float32), (rate * self.decay).to(torch.float32)
+        shrink = rate * self.decay  # float64 scalars: each leaf's kernel rounds them to its own dtype
 
         def update(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
             root = (v / self.of_nu if self.corrected else v).sqrt()

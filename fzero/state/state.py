@@ -176,7 +176,8 @@ class ShardedTensor(NoTensor):
             )
         if self.leaf.per_rank:
             raise TreeError(f"{name}.copy_: the leaf differs by rank. Write this rank's part: .local.copy_(x)")
-        if self.leaf.buffer in memory and storage.is_on_disk(memory, self.leaf.buffer):
+        buffer, away = self.leaf.buffer, plan.buffers[self.leaf.buffer].space == DISK
+        if storage.is_on_disk(memory, buffer) if buffer in memory else away:  # ranks without the leaf refuse it too
             raise TreeError(
                 f"{name}.copy_: the leaf lies on disk, which only steps and fzero.load write. Give it to fzero.init"
             )

@@ -207,6 +207,29 @@ def test_microbatches_need_a_batch_that_they_can_cut() -> None:
     refused_step(sgd_step(mean_square), "batch is f32[4, 3]: dim 0 must be divisible by microbatches=3", microbatches=3)
 
 
+def test_a_leaf_in_the_place_of_the_batch_is_not_cut() -> None:
+    """Half of a table is no table; rows of a rank's own, kept in the state, are cut as the batch is."""
+
+    def looked_up(p: Any, table: Tensor, b: Tensor) -> Tensor:
+        return mean_square(p, b) + (table @ p["w"]).square().mean()
+
+    def step(s: Any, b: Tensor, **given: Any) -> Any:
+        return s, {"v": fzero.value_and_grad(looked_up, **given)(s["p"], s["table"], b)[0]}
+
+    def doubled(s: Any, b: Tensor) -> Any:
+        return s, {"v": fzero.value_and_grad(looked_up)(s["p"], 2 * s["table"], b)[0]}
+
+    state = {"p": params(), "table": torch.ones(4, 3)}
+    refused_step(
+        step, "microbatches=2 split an argument of the loss at", "state['table'], f32[4, 3]", "batch_argnum=2",
+        state=state, microbatches=2,
+    )  # fmt: skip
+    refused_step(doubled, "or what is made of it", "batch_argnum=2", state=state, microbatches=2)
+    own = {**state, "table": fzero.per_rank(torch.ones(4, 3))}
+    for made, given in ((functools.partial(step, batch_argnum=2), state), (step, own)):
+        fzero.lower(fzero.Spec(step=made, microbatches=2), given, batch(), world_size=2)
+
+
 def test_errors_of_the_users_own_code_arrive_as_they_are() -> None:
     def own(p: Any, b: Tensor) -> Tensor:
         raise KeyError("mine")

@@ -336,3 +336,14 @@ def test_a_frozen_second_moment_keeps_its_bits_and_the_step_is_adams() -> None:
 def test_signs_by_hand_are_those_of_the_codec() -> None:
     value = first()["a"]["b"]
     assert torch.allclose(decode(encode(value, SIGN), 50, SIGN), ByHand.signs(value), atol=1e-7)
+
+
+def test_float64_parameters_are_updated_in_float64() -> None:
+    phases = optim.freeze_nu(LR, 1, (B1, B2), EPS, DECAY)
+    draw = torch.Generator().manual_seed(0)
+    p, g = (torch.randn(5, dtype=torch.float64, generator=draw) for _ in range(2))
+    _, opt_state = phases["warmup"].update([g], phases["warmup"].init([p]), [p])
+    (update,), _ = phases["frozen"].update([g], opt_state, [p])
+    mu, root = (1 - B1**2) * g, g.abs()  # their biases divided out
+    wanted = -LR * (mu / (1 - B1**2) / (root + EPS) + DECAY * p)
+    torch.testing.assert_close(update, wanted, rtol=1e-13, atol=0)

@@ -68,6 +68,30 @@ def test_zeros_are_written_too() -> None:
     assert not state.params["w"].copy_(torch.zeros(8, 6)).full().any()
 
 
+def of_layers(p: Any, x: Tensor) -> Tensor:
+    for w in p["blocks"]:
+        x = torch.tanh(x @ w)
+    return x.square().mean()
+
+
+def written_on_disk(folder: str) -> list[str]:
+    given = {"optimizer": fzero.optim.sgd(0.1), "mesh": {"pp": 2}, "offload": {"**": "nvme"}, "nvme_path": folder}
+    state = fzero.init({"blocks": [torch.eye(4), torch.eye(4)]}, fzero.Spec(loss=of_layers, **given))  # type: ignore[arg-type]
+    said = []
+    for leaf in state.params["blocks"]:
+        with pytest.raises(TreeError) as caught:
+            leaf.copy_(torch.zeros(4, 4))
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_leaf_on_disk_is_refused_by_roles_that_do_not_hold_it(tmp_path: Path) -> None:
+    """Ranks that went on would wait for those that raised."""
+    first, second = values(gloo(2, written_on_disk, str(tmp_path)))
+    assert first == second
+    assert all("lies on disk" in one for one in first)
+
+
 @pytest.mark.parametrize("value", [torch.zeros(6, 8), torch.zeros(8, 6, dtype=torch.float64), [0.0]])
 def test_what_is_no_such_tensor_is_refused(value: Any) -> None:
     leaf = fzero.init(params(0), spec()).params["w"]
