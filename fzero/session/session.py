@@ -41,6 +41,7 @@ from fzero.runtime import compile_segments
 from fzero.runtime.copies import Copies
 from fzero.runtime.executor import Executor
 from fzero.runtime.lanes import Lanes
+from fzero.session import closed_over
 from fzero.session.leaf_gathers import LeafGathers
 from fzero.spec import Spec
 from fzero.state.homes import Homes
@@ -237,10 +238,8 @@ class Session:
         return self.bound[id(lowered)]
 
     def ready(self, lowered: Lowered) -> Executor:
-        """The program's executor, ready to run. Collective if the program is new, which is so on all ranks or on none.
-
-        For a new program the segments are compiled, and the ranks agree that all of them can go on.
-        """
+        """The program's executor, ready to run. Collective if the program is new, which is so on all ranks or on none:
+        then the segments are compiled, and the ranks agree that all of them can go on."""
         digest = lowered.program_digest
         if digest in self.compiled_segments:
             self.compiled_segments = _with_last(self.compiled_segments, digest, self.compiled_segments[digest])
@@ -258,12 +257,13 @@ class Session:
             )
             self.bind(lowered)
         except VerifyError as error:
-            programs = {self.rank: lowered.on(self.rank)}
-            failure = fault_report.explained(error, self.spec, self.plan, {}, programs, lowered.reduce)
+            own = {self.rank: lowered.on(self.rank)}
+            failure = fault_report.explained(error, self.spec, self.plan, {}, own, lowered.reduce)
         except Exception as error:
             failure = error
         try:
             agree(self.rank, self.world_size, "a new program's memory", digest, self.group, failure)
+            closed_over.compare(lowered.graph, self.plan.mesh, self.group, self.presence.label)
         except Exception:
             self.compiled_segments.pop(digest, None)  # on every rank: it is new again to all of them
             failure = None  # as in `api.agreed`
