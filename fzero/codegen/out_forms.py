@@ -183,7 +183,7 @@ def _embedding(into: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, *_
 
 def _embedding_backward(into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Call]:
     yield into.zero_
-    yield partial(into.index_add_, 0, index.view(-1), grad.view(-1, into.shape[1]))
+    yield partial(into.index_add_, 0, index.view(-1), grad.view(index.numel(), into.shape[1]))
 
 
 def _padded(into: torch.Tensor, x: torch.Tensor, pads: Sequence[int], value: float = 0) -> Iterator[Call]:

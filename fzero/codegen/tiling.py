@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from fzero import backend
-from fzero.codegen import embedding_rows
+from fzero.codegen import embedding_rows, out_forms
 from fzero.codegen.inplace import by_rows
 from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.op_info import of
@@ -82,6 +82,11 @@ class Chain:
         return self.nodes[-1]
 
     @cached_property
+    def whole(self) -> frozenset[fx.Node]:
+        """The operands of which each tile of its head needs all."""
+        return frozenset() if self.head is None else _read_whole(self.nodes[0], self.head.cut)
+
+    @cached_property
     def inner(self) -> tuple[fx.Node, ...]:
         """The nodes whose values are never whole."""
         return tuple(node for node in self.nodes[:-1] if not fx_nodes.mutated(node) and node not in self.placed)
@@ -119,7 +124,8 @@ class Chain:
         """Whether a tile of the results needs the same tile of an operand alone."""
         value, first = operand.meta["val"], self.nodes[0]
         result = fx_nodes.mutated(first)[0] if fx_nodes.mutated(first) else first
-        return value.shape == result.meta["val"].shape and bool(value.is_contiguous())
+        alike = value.shape == result.meta["val"].shape and bool(value.is_contiguous())
+        return alike and operand not in self.whole
 
     def tiles(self, env: Mapping[fx.Node, Any], blocks: Mapping[fx.Node, torch.Tensor]) -> Iterator[dict[fx.Node, Any]]:
         """For each tile, the tensor of every operand of the chain.
@@ -174,13 +180,18 @@ def _head(node: fx.Node) -> Head | None:
 def _chain(first: fx.Node, head: Head, taken: Collection[fx.Node]) -> Chain | None:
     value = first.meta["val"]
     step = max(1, BYTES * value.shape[0] // max(value.numel() * value.element_size(), 1))
-    nodes = [first]
+    nodes, whole = [first], _read_whole(first, head.cut)
     while not fx_nodes.mutated(nodes[-1]) and len(nodes[-1].users) == 1:
         user = next(iter(nodes[-1].users))
-        if user in taken or not _follows(user, nodes[-1]):
+        if user in taken or whole & set(user.all_input_nodes) or not _follows(user, nodes[-1]):
             break
         nodes.append(user)
     return Chain(tuple(nodes), step, head) if len(nodes) > 1 and step < value.shape[0] else None
+
+
+def _read_whole(head: fx.Node, cut: Collection[int]) -> frozenset[fx.Node]:
+    """The operands of a head that are not cut with its result."""
+    return frozenset(head.all_input_nodes) - {fx_nodes.operand(head, i) for i in cut}
 
 
 def _flat_work(gm: fx.GraphModule) -> Chain | None:
@@ -313,8 +324,15 @@ def _of_a_loss(node: fx.Node) -> Head | None:
 def _of_an_embedding(node: fx.Node) -> Head | None:
     """Where rows are not scaled by how often they come."""
     contiguous = fx_nodes.operand(node).meta["val"].is_contiguous()  # else each tile would copy it
-    fits = node.meta["val"].ndim == 2 and contiguous and not node.args[4]
+    fits = node.meta["val"].ndim == 2 and contiguous and not node.args[4] and not _only_copied(node)
     return Head(rows=embedding_rows.rows, heap=embedding_rows.heap_bytes(node)) if fits else None
+
+
+def _only_copied(node: fx.Node) -> bool:
+    """Whether a value that is added up where it lies is only copied, as it is: then it is made where the copy goes."""
+    copies = [user for user in node.users if user.target is aten.copy_.default]
+    alike = all(fx_nodes.operand(copy).meta["val"].dtype == node.meta["val"].dtype for copy in copies)
+    return len(copies) == len(node.users) and alike and not out_forms.is_by_rows(node)
 
 
 op_info.fill(

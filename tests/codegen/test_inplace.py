@@ -176,6 +176,39 @@ def test_an_embedding_s_gradient_that_is_only_cast() -> None:
     assert len(check(gm, [g, index]).chains) == 1
 
 
+@pytest.mark.parametrize("kind", ["added", "under a cast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_an_embedding_s_gradient_reads_whole_is_not_cut(dtype: torch.dtype, kind: str) -> None:
+    """As many tokens as rows: what comes in has the shape of the result, and an op after it may read it too."""
+    rows, columns = 20000, 64
+    g, index = positive(rows, columns, dtype=dtype), torch.arange(rows).flip(0)
+
+    def fn(g: Tensor, index: Tensor) -> list[Tensor]:
+        held = g * 2
+        made = aten.embedding_dense_backward(held, index, rows, -1, False)
+        if kind == "under a cast":
+            made = made.double()
+        return [made + held]
+
+    layout = check(graph_of(fn, [g, index]), [g, index])
+    assert [len(one.nodes) for one in layout.chains.values()] == ([2] if kind == "under a cast" else [])
+
+
+@pytest.mark.parametrize("columns", [0, 64])
+def test_an_embedding_s_gradient_that_is_only_copied_is_made_there(columns: int) -> None:
+    """In fp32 rows are added where they lie: in tiles it took two to five times as long, and saved nothing."""
+    g, index, into = positive(50, columns), torch.randint(0, 20000, (50,)), torch.zeros(20000, columns)
+
+    def fn(g: Tensor, index: Tensor, into: Tensor) -> list[Tensor]:
+        into.copy_(aten.embedding_dense_backward(g, index, 20000, -1, False))
+        return []
+
+    gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(g, index, into).graph)
+    layout = check(gm, [g, index, into], frozenset([2]))
+    assert not layout.chains
+    assert layout.nbytes == layout.heap == 0
+
+
 def test_a_chain_does_not_cross_a_write_to_what_it_reads() -> None:
     x, y = torch.randn(64, 50257), torch.arange(64)
 
