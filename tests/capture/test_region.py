@@ -232,6 +232,30 @@ def test_a_leaf_in_the_place_of_the_batch_is_not_cut() -> None:
         fzero.lower(fzero.Spec(step=made, microbatches=2), given, batch(), world_size=2)
 
 
+def test_a_cut_leaf_that_no_longer_fits_is_named_with_batch_argnum() -> None:
+    """The complaint: torch's words named the user's line alone, and the fault is another's: microbatches cut a leaf."""
+
+    def looked_up(p: Any, table: Tensor, b: Tensor) -> Tensor:
+        return ((b * p["w"]) @ table["t"]).square().mean()
+
+    def step(s: Any, b: Any, **given: Any) -> Any:
+        return s, {"v": fzero.value_and_grad(looked_up, **given)(s["p"], {"t": b["t"]}, b["x"])[0]}
+
+    def lowered(step: Any, **given: Any) -> Any:
+        spec, state = fzero.Spec(step=step, **given), {"p": {"w": torch.ones(6)}}
+        return fzero.lower(spec, state, {"t": torch.ones(6, 6), "x": torch.ones(8, 6)}, world_size=1)
+
+    said = "microbatches=2 cut batch['t'], f32[6, 6], along dim 0 into parts of 3, for it is in the place of the batch"
+    with pytest.raises(RuntimeError, match=r"test_region.py:\d+: aten") as caught:
+        lowered(step, microbatches=2)
+    assert said in str(caught.value)
+    assert "batch_argnum=2" in str(caught.value)
+    lowered(functools.partial(step, batch_argnum=2), microbatches=2)
+    with pytest.raises(RuntimeError, match="aten") as caught:
+        lowered(lambda s, b: step(s, {**b, "t": torch.ones(5, 5)}))
+    assert "batch_argnum" not in str(caught.value)
+
+
 def test_errors_of_the_users_own_code_arrive_as_they_are() -> None:
     def own(p: Any, b: Tensor) -> Tensor:
         raise KeyError("mine")
