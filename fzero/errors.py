@@ -132,6 +132,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
+def named(error: BaseException) -> str:
+    """An error's type and text; the type alone where it has no text, as that of Ctrl-C.
+
+    >>> named(ValueError("bad row")), named(KeyboardInterrupt())
+    ('ValueError: bad row', 'KeyboardInterrupt')
+    """
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def leaf_name(tree: str, path: str) -> str:
     """`state['a/b']`: a leaf as messages name it; the tree's name alone if the pytree is one leaf.
 

@@ -31,6 +31,7 @@ class Tracing:
     op that is not torch's, by its name.
     failed: the user's line of the last op that raised. raised: its error, and the op with its operands.
     drawn: whether that op asked for what is made of draws alone.
+    cut: what microbatches cut for the region at hand, beside the batch it may be, for errors of torch's.
     static: the names of the tensors of the batch that are marked static, by id.
     devices: the kinds of device on which a tensor may be: those of the state and the batch, the host's, and "meta".
     Empty: any.
@@ -52,6 +53,7 @@ class Tracing:
     failed: str = ""
     raised: tuple[Exception, str] | None = None
     drawn: bool = False
+    cut: str = ""
     static: dict[int, str] = field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     paused: Any = field(default_factory=nullcontext)

@@ -289,7 +289,10 @@ class Joint:
         if not self.unused:
             its = ""
             if len(missing) == len(self.paths):  # it is not that one leaf was forgotten
-                its = " (a module that is called computes with its own: functional_call(module, params, (x,)))"
+                its = (
+                    " without torch.no_grad() and .detach() between (a module that is called computes with its own: "
+                    "functional_call(module, params, (x,)))"
+                )
             raise CaptureError(
                 f"{shown} no gradient from the loss {defined_at(self.fn)}. Use {them}{its}, leave {them} out of the "
                 "parameters, or pass allow_unused=True"

@@ -57,7 +57,11 @@ def region_outputs(
             return Roles((), frozenset(summed), {})
         return Roles(marks.grad_of, frozenset(summed), wire)
 
-    return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
+    tracing.cut = "" if len(joint.args) < 2 else _cut(num, sliced, names[len(joint.paths) :], others)
+    try:
+        return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
+    finally:
+        tracing.cut = ""
 
 
 def combined(joint: Joint, outs: list[torch.Tensor]) -> tuple[Any, Any, dict[str, torch.Tensor]]:
@@ -133,6 +137,19 @@ def _check_slices(num: int, sliced: list[bool], paths: list[str], leaves: list[t
                 f"{_argument(path, prefix)} is {describe(leaf)}: dim 0 must be divisible by microbatches={num}"
                 f"{f': give {-(-leaf.shape[0] // num) * num} rows' if leaf.shape[0] else ', and not 0'}"
             )
+
+
+def _cut(num: int, sliced: list[bool], names: list[str], leaves: list[torch.Tensor]) -> str:
+    """What is added to torch's error about operands, for a loss with other arguments beside the batch: the first leaf
+    that is cut, and how the batch is named. Empty where nothing is cut."""
+    for cut, name, leaf in zip(sliced, names, leaves, strict=True):
+        if cut:
+            return (
+                f". microbatches={num} cut {name}, {describe(leaf)}, along dim 0 into parts of {leaf.shape[0] // num}, "
+                "for it is in the place of the batch: if another argument is the batch, say which, as "
+                "fzero.value_and_grad(loss, batch_argnum=2)"
+            )
+    return ""
 
 
 def _argument(path: str, prefix: str) -> str:

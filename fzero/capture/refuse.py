@@ -224,7 +224,7 @@ def explained(tracing: Tracing, place: Callable[[], str]) -> Iterator[None]:
                 raise CaptureError(f"{what}{within}: {why}") from None
         if op:
             reason = str(error).strip().partition("\n")[0]
-            raise _told(error, f"{what}: {reason}") from None
+            raise _told(error, f"{what}: {reason.rstrip('.') + tracing.cut if tracing.cut else reason}") from None
         told = str(error).startswith(f"{where}: ")  # by the trace of a region within
         if told or type(error) not in _TORCHS or _is_raised_by_user(error):
             raise

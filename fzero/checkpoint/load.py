@@ -45,6 +45,7 @@ from fzero.errors import (
     MismatchError,
     SpecError,
     leaf_name,
+    named,
 )
 from fzero.plan.parallelism import AUTO
 from fzero.plan.state_plan import Plan
@@ -228,7 +229,7 @@ def _into(state: State, dir: Path, strict: bool, disk: Disk) -> State:
             world.agree("the values of the checkpoint", digest, failure)
         except BaseException as error:
             state.life.ended = (
-                f"is unusable: fzero.load failed after it began to write ({type(error).__name__}: {error}). "
+                f"is unusable: fzero.load failed after it began to write ({named(error)}). "
                 "Load another checkpoint, or start again from fzero.init"
             )
             raise

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from fzero._torch_compat import default_store, gloo_timeout
 from fzero.comm.hang_report import TEXT_CHARS, Phase, hang_error, no_store
 from fzero.comm.heartbeat_thread import ANSWER_SECONDS, STARTED, Ending, Heartbeat, Where
-from fzero.errors import FzeroError, HangError, PeerError
+from fzero.errors import FzeroError, HangError, PeerError, named
 
 SOURCE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # gloo's messages begin with it
 
@@ -185,7 +185,7 @@ class Presence:
             self.heartbeat.stop(self.heartbeat.patience + ANSWER_SECONDS if self.hang is None else 1.0)
 
     def _publish(self, phase: Phase, error: BaseException | None) -> None:
-        why = f"{type(error).__name__}: {error}"[:TEXT_CHARS] if error is not None else ""
+        why = named(error)[:TEXT_CHARS] if error is not None else ""
         self.ending = Ending(phase, why, self.where.text(waits=False), self.where.call)
         self.failure = self.ending if phase is Phase.FAILED else self.failure
         self.heartbeat.publish()

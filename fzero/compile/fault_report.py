@@ -123,16 +123,18 @@ def read(path: str | os.PathLike[str]) -> Report:
         raise ValueError(f"{file} has {file.stat().st_size:,} bytes: a report has at most {MOST_BYTES:,}")
     try:
         content = json.loads(file.read_bytes())
-        if content["header"] != HEADER:
-            raise ValueError(f"it begins with {content['header']!r}, needed {HEADER!r}")
+        if not isinstance(content, dict) or content.get("header") != HEADER:
+            raise ValueError(f"it does not begin with {HEADER!r}")
         pool = {key: segment_text.from_data(nodes) for key, nodes in content["segments"].items()}
         if wrong := [key for key, gm in pool.items() if digest(gm) != key]:
             raise ValueError(f"segment {wrong[0]} is not what its name says")
         programs = {int(rank): parse("\n".join(lines), pool) for rank, lines in content["programs"].items()}
         facts = {str(name): str(value) for name, value in content["facts"].items()}
         return Report("\n".join(content["what"]), facts, programs)
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} is no report of fzero's: {error}") from None
+    except (KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{file} is no report of fzero's: its parts are not those that fzero writes") from None
 
 
 def _shown(value: Any) -> str:

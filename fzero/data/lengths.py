@@ -23,10 +23,12 @@ import torch
 
 from fzero import tree
 from fzero.data.tokens import _mixed, _part, _positive, permute, place
-from fzero.errors import DataError
+from fzero.errors import DataError, leaf_name
 
 To = int | Sequence[int]  # a multiple, or the lengths that there are
 Values = float | Mapping[str, float]  # one for all leaves, or path rules
+LONGER = "Cut it, or give a longer one"
+TOO_SHORT = "by_length(lengths=) gives no sample of this batch such a length: give each that of its longest leaf"
 
 
 def pad_to(batch: Any, to: To, values: Values = 0, *, dim: int = 1) -> Any:
@@ -48,6 +50,11 @@ def pad_to(batch: Any, to: To, values: Values = 0, *, dim: int = 1) -> Any:
     torch.Size([2, 16])
     """
     _check_to("pad_to", to)
+    return _all_padded(batch, to, values, dim, "batch")
+
+
+def _all_padded(batch: Any, to: To, values: Values, dim: int, name: str, fix: str = LONGER) -> Any:
+    """As `pad_to`. name: of the batch, in errors. fix: the remedy for a leaf that is longer than all lengths."""
     rules = values if isinstance(values, Mapping) else {"**": values}
     for rule, padding in rules.items():
         if not isinstance(padding, (int, float)):
@@ -60,7 +67,7 @@ def pad_to(batch: Any, to: To, values: Values = 0, *, dim: int = 1) -> Any:
     for path, leaf in zip(paths, leaves, strict=True):
         value = next((rules[rule] for rule in rules if tree.matches(rule, path)), None)
         has_dim = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and -leaf.ndim <= dim < leaf.ndim
-        new.append(leaf if value is None or not has_dim else _padded(path, leaf, to, value, dim))
+        new.append(leaf if value is None or not has_dim else _padded(path, leaf, to, value, dim, name, fix))
     if not any(isinstance(leaf, torch.Tensor) and -leaf.ndim <= dim < leaf.ndim for leaf in leaves):
         raise DataError(f"pad_to(dim={dim}): no leaf of the batch has such a dim. Give the dim of the length")
     return tree.unflatten(treedef, new)
@@ -116,7 +123,9 @@ def by_length(
             f"by_length(position={position!r}): needed the number of samples so far, a multiple of "
             f"batch_size={batch_size}. With another batch size an epoch has other batches: begin with the next one"
         )
-    padded = np.array([_target("lengths", int(n), to) for n in own], dtype=np.int64)
+    padded = np.array(
+        [_target(f"by_length: sample {i}", int(n), to, LONGER) for i, n in enumerate(own)], dtype=np.int64
+    )
     return ByLength(dataset, padded, batch_size, values, dim, collate, seed, position, rank, world_size)
 
 
@@ -156,12 +165,16 @@ class ByLength(Iterator[Any]):
         part = self.batch_size // self.world_size
         chosen = self.epoch(number)[within // self.batch_size]
         length = int(self.padded[chosen].max())
-        samples = [self.dataset[int(i)] for i in chosen[self.rank * part : (self.rank + 1) * part]]
+        own = [int(i) for i in chosen[self.rank * part : (self.rank + 1) * part]]
+        samples = [self.dataset[i] for i in own]
         if self.collate is not None:
-            batch = pad_to(self.collate(samples), [length], self.values, dim=self.dim)
+            batch = _all_padded(self.collate(samples), [length], self.values, self.dim, "batch", TOO_SHORT)
         else:
             along = self.dim - 1 if self.dim > 0 else self.dim
-            whole = [pad_to(sample, [length], self.values, dim=along) for sample in samples]
+            whole = [
+                _all_padded(sample, [length], self.values, along, f"dataset[{i}]", TOO_SHORT)
+                for i, sample in zip(own, samples, strict=True)
+            ]
             batch = tree.map(lambda *leaves: torch.stack([torch.as_tensor(leaf) for leaf in leaves]), *whole)
         self.position += self.batch_size
         return batch
@@ -179,8 +192,8 @@ class ByLength(Iterator[Any]):
         return joined[permute(np.arange(len(joined), dtype=np.uint64), len(joined), _mixed(key)).astype(np.int64)]
 
 
-def _padded(path: str, leaf: torch.Tensor, to: To, value: float, dim: int) -> torch.Tensor:
-    missing = _target(path, leaf.shape[dim], to) - leaf.shape[dim]
+def _padded(path: str, leaf: torch.Tensor, to: To, value: float, dim: int, name: str, fix: str) -> torch.Tensor:
+    missing = _target(leaf_name(name, path), leaf.shape[dim], to, fix) - leaf.shape[dim]
     if not missing:
         return leaf
     if not leaf.is_floating_point() and not leaf.is_complex():
@@ -193,13 +206,13 @@ def _padded(path: str, leaf: torch.Tensor, to: To, value: float, dim: int) -> to
     return torch.cat([leaf, leaf.new_full(shape, value)], dim)
 
 
-def _target(path: str, length: int, to: To) -> int:
-    """The length that one is padded to."""
+def _target(name: str, length: int, to: To, fix: str) -> int:
+    """The length that one is padded to. Raises DataError, with the remedy, for one longer than all."""
     if isinstance(to, int):
         return -(-length // to) * to
     known = sorted(to)
     if length > known[-1]:
-        raise DataError(f"{path!r} has length {length}, which none of {known} holds. Cut it, or give a longer one")
+        raise DataError(f"{name} has length {length}, which none of {known} holds. {fix}")
     return known[bisect.bisect_left(known, length)]
 
 

@@ -19,16 +19,22 @@ def parse(text: str, segments: Mapping[str, Any] | None = None) -> Program:
 
     text: all of it. segments: by hash, as `program.segments`; they make it runnable.
 
-    Raises ValueError with the line's number and text where a line is not understood.
+    Raises ValueError with the line's number and text where a line is not understood, and for a text that ends before
+    its ops. The text does not say how many ops there are: of one that was cut among them, `fzero.verify` refuses what
+    is left.
     """
     fields: dict[str, Any] = {"buckets": {}, "buffers": {}, "metrics": {}, "ops": []}
+    has_ops = False
     for number, line in enumerate(text.split("\n"), 1):
         try:
             _parse_line(line, fields)
+            has_ops = has_ops or line == "ops"
         except (ValueError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(f"line {number} of the program is not understood: {line!r} ({error})") from error
     if "mesh" not in fields:
         raise ValueError("the text is no program: it has no `mesh` line")
+    if not has_ops:
+        raise ValueError("the text is no whole program: it has no `ops` line. Give all that str(program) is")
     return Program(**{**fields, "ops": tuple(fields["ops"])}, segments=dict(segments or {}))
 
 

@@ -15,6 +15,7 @@ import torch
 
 from fzero import tree
 from fzero.errors import SpecError, TreeError
+from fzero.phases import Phases
 
 
 def number(
@@ -71,15 +72,20 @@ def two_betas(where: str, betas: Any) -> tuple[float, float]:
     return first, second
 
 
-def steps(name: str, value: Any, *, low: int = 0) -> int:
-    """`value` as a whole number of steps, at least `low`.
+def steps(name: str, value: Any, *, low: int = 0, phases: bool = False) -> int:
+    """`value` as a whole number of steps, at least `low`. phases: what it is given to makes an optimizer with phases.
 
     >>> steps("cosine: steps", 1e3)
     Traceback (most recent call last):
     fzero.errors.SpecError: cosine: steps is 1000.0 (float), but it must be a whole number: write int(...)
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise SpecError(f"{name} is {kind(value)}, but it must be a whole number: write int(...)")
+        fix = "write int(...)"
+        if isinstance(value, torch.Tensor):
+            fix = f"under inject_hyperparams, name it in static=({name.rpartition(' ')[2]!r},)"
+            fix += ". But an optimizer with phases cannot be wrapped: give learning_rate a schedule" if phases else ""
+        shown = "of type Tensor" if isinstance(value, torch.Tensor) else kind(value)
+        raise SpecError(f"{name} is {shown}, but it must be a whole number: {fix}")
     if value < low:
         raise SpecError(f"{name} is {value}, but it must be at least {low}")
     return int(value)
@@ -171,8 +177,14 @@ leaf the loss does not use has gradient None: give it zeros, or leave it out wit
 
 
 def takes_mean(where: str, *transformations: Any) -> None:
-    """Raises SpecError for a transformation that takes each rank's own gradients, which only a Spec can give it."""
+    """Raises SpecError for a transformation that takes each rank's own gradients, which only a Spec can give it, and
+    for one with phases, which only a Spec can choose from."""
     for tx in transformations:
+        if isinstance(tx, Phases):
+            raise SpecError(
+                f"{where}: an optimizer with phases ({', '.join(tx.each)}) cannot be wrapped, since the step number "
+                "decides. Give it to Spec(optimizer=...) as it is; wrap the optimizer of each phase instead"
+            )
         if getattr(tx, "takes", "mean") != "mean":
             raise SpecError(
                 f"{where}: a transformation that takes local gradients reduces them itself, so what is around it would "

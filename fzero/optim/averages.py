@@ -91,12 +91,12 @@ def ema_params(tx: GradientTransformation, decay: float) -> GradientTransformati
     ([tensor([-2.])], [tensor([0.5000])])
     """
     decay = _check.number("ema_params: decay", decay, high=1.0)
+    _check.takes_mean("ema_params", tx)
     if not isinstance(tx, GradientTransformation):
         raise SpecError(
             f"ema_params: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call it, as "
             "in ema_params(adamw(3e-4), 0.999)"
         )
-    _check.takes_mean("ema_params", tx)
 
     def init(params: PyTree) -> EmaParamsState:
         _check.trainable("ema_params", params)

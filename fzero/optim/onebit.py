@@ -77,7 +77,7 @@ def onebit_adam(
     beta1, beta2 = _check.two_betas(where, betas)
     eps = _check.number(f"{where}: eps", eps, above=True)
     decay = _check.number(f"{where}: weight_decay", weight_decay)
-    warmup = _check.steps(f"{where}: warmup_steps", warmup_steps, low=1)
+    warmup = _check.steps(f"{where}: warmup_steps", warmup_steps, low=1, phases=True)
     adam = adamw(schedule, (beta1, beta2), eps, decay, bias_correction=bias_correction)
     step = FrozenStep(schedule, beta1, 1 - beta2**warmup, eps, decay, bias_correction)
 

@@ -95,6 +95,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     >>> chain(scale(2.0), scale(5.0)).update([torch.tensor(1.0)], ((), ()), None)
     ([tensor(10.)], ((), ()))
     """
+    _check.takes_mean("chain", *transformations)
     for i, tx in enumerate(transformations):
         if not isinstance(tx, GradientTransformation):
             shown = getattr(tx, "__name__", type(tx).__name__)
@@ -102,7 +103,6 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
                 f"chain: argument {i} is {shown}, not a GradientTransformation: call it, as in "
                 "chain(clip_by_global_norm(1.0), adamw(3e-4))"
             )
-    _check.takes_mean("chain", *transformations)
 
     def init(params: PyTree) -> PyTree:
         return tuple(tx.init(params) for tx in transformations)
@@ -193,8 +193,8 @@ def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
     of bools with the structure of `params`, or a function `(path, leaf) -> bool`. The state is that of `tx`, over
     `params` with `None` for the other leaves. So the other leaves take no memory.
 
-    Raises `SpecError` for a rule that matches no leaf and for a mask of another structure, `TreeError` for gradients
-    unlike `params`.
+    Raises `SpecError` for what is no transformation, a rule that matches no leaf and a mask of another structure,
+    `TreeError` for gradients unlike `params`.
 
     >>> tx = masked(scale(0.0), "*/bias")
     >>> grads = {"a": {"bias": torch.ones(1), "w": torch.ones(1)}}
@@ -202,6 +202,11 @@ def masked(tx: GradientTransformation, mask: Mask) -> GradientTransformation:
     {'a': {'bias': tensor([0.]), 'w': tensor([1.])}}
     """
     _check.takes_mean("masked", tx)
+    if not isinstance(tx, GradientTransformation):
+        raise SpecError(
+            f"masked: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call it, as in "
+            "masked(adamw(3e-4), '**/w')"
+        )
 
     def init(params: PyTree) -> PyTree:
         return tx.init(_with_holes(params, selected("masked", mask, params)))

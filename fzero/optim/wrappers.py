@@ -15,6 +15,7 @@ from fzero.optim import _check
 from fzero.optim._named import remedy
 from fzero.optim.schedules import Schedule, as_schedule
 from fzero.optim.transform import GradientTransformation, PyTree, _wide_norm
+from fzero.phases import Phases
 
 
 class InjectState(NamedTuple):
@@ -115,13 +116,19 @@ def _injected(
 ) -> GradientTransformation:
     """The transformation that `fn` makes anew at each step, from hyperparameters that are in the state."""
 
+    def made(hyper: Mapping[str, Any]) -> GradientTransformation:
+        tx = fn(**fixed, **hyper)
+        if isinstance(tx, Phases):
+            _check.takes_mean("inject_hyperparams", tx)
+        return tx
+
     def init(params: PyTree) -> InjectState:
         count = _check.zero_count(params)
         hyper = {
             name: value(count) if callable(value) else torch.full((), value, dtype=torch.float64, device=count.device)
             for name, value in hyperparams.items()
         }
-        return InjectState(count, hyper, fn(**fixed, **hyper).init(params))
+        return InjectState(count, hyper, made(hyper).init(params))
 
     def update(grads: PyTree, state: InjectState, params: PyTree) -> tuple[PyTree, InjectState]:
         if state.hyper.keys() != hyperparams.keys():
@@ -139,7 +146,7 @@ def _injected(
                     f"inject_hyperparams: hyper/{name} in opt_state is {shown}, but it must be a 0-d tensor: write "
                     "torch.tensor(0.1, dtype=torch.float64)"
                 )
-        updates, inner = fn(**fixed, **hyper).update(grads, state.inner, params)
+        updates, inner = made(hyper).update(grads, state.inner, params)
         return updates, InjectState(state.count + 1, hyper, inner)
 
     return GradientTransformation(init, update)
@@ -176,12 +183,12 @@ def apply_if_finite(tx: GradientTransformation) -> GradientTransformation:
     >>> updates, opt_state.skipped, opt_state.inner.count
     ([tensor([0., 0.])], tensor(1), tensor(0))
     """
+    _check.takes_mean("apply_if_finite", tx)
     if not isinstance(tx, GradientTransformation):
         raise SpecError(
             f"apply_if_finite: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call "
             "it, as in apply_if_finite(adamw(3e-4))"
         )
-    _check.takes_mean("apply_if_finite", tx)
 
     def init(params: PyTree) -> IfFiniteState:
         return IfFiniteState(_check.zero_count(params), tx.init(params))
@@ -252,12 +259,12 @@ def delayed(tx: GradientTransformation) -> GradientTransformation:
     >>> first, second, opt_state.pending
     ([tensor([0.])], [tensor([-1.])], [tensor([4.])])
     """
+    _check.takes_mean("delayed", tx)
     if not isinstance(tx, GradientTransformation):
         raise SpecError(
             f"delayed: tx is {getattr(tx, '__name__', _check.kind(tx))}, not a GradientTransformation: call it, as in "
             "delayed(adamw(3e-4))"
         )
-    _check.takes_mean("delayed", tx)
 
     def init(params: PyTree) -> DelayedState:
         return DelayedState(_check.zero_count(params), tree.map(torch.zeros_like, params), tx.init(params))

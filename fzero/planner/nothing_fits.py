@@ -52,7 +52,7 @@ def nothing_fits(problem: Problem, sketch: Sketch, found: Search) -> NothingFits
     least = min((found.tightest(row.candidate) for row in nearest), key=lambda row: (_over(row, problem), row.peak))
     beside = f" and {size(least.host)} of the host" if least.host > machine.host_budget else ""
     beside += ", but its file has no [host]" if beside and machine.host is None else ""
-    ways = (*_by_chunks(problem, sketch, found), *alternatives(problem, sketch))
+    ways = (*_by_chunks(problem, sketch, found), *alternatives(problem, sketch, least))
     shown = "".join(f"\n  {way}" for way in ways) or "\n  none was found: cut the model, or its sequences"
     text = (
         f"{head}. The least that was found is {size(least.peak)} ({least.peak:,} bytes){beside}: "
@@ -65,9 +65,9 @@ def _over(row: Row, problem: Problem) -> int:
     return max(row.peak - problem.budget, 0) + max(row.host - problem.machine.host_budget, 0)
 
 
-def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
-    """One for each way out that leads to something that fits: pinned fields left open, more ranks, fewer rows, other
-    cards."""
+def alternatives(problem: Problem, sketch: Sketch, least: Row | None = None) -> Iterator[Alternative]:
+    """One for each way out that leads to something that fits: pinned fields left open, more ranks, fewer rows, more of
+    this card's memory than `memory=` has, other cards. least: the row that needs the least memory."""
     for name in [name for name in Candidate.__dataclass_fields__ if name in problem.given and name != "pipeline"]:
         opened = replace(problem, given=problem.given - {name})
         if row := _first(opened, sketched(opened) if name == "remat" else sketch):
@@ -81,7 +81,15 @@ def alternatives(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
         if rows and problem.rows % rows == 0 and (row := _first(replace(problem, rows=rows), sketch)):
             yield Alternative(f"a global batch of {rows} rows", row)
             break
+    if least is not None and _is_argument(problem) and least.fits(problem.hardware.budget, problem.machine.host_budget):
+        yield Alternative(f"memory={least.peak}", least)
+        return
     yield from _more_memory(problem, sketch)
+
+
+def _is_argument(problem: Problem) -> bool:
+    """Whether the budget is that of `fzero.plan(memory=)`, not the spec's and not the card's."""
+    return problem.budget not in (problem.spec.device_bytes, problem.hardware.budget)
 
 
 def _by_chunks(problem: Problem, sketch: Sketch, found: Search) -> Iterator[Alternative]:

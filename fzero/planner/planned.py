@@ -18,9 +18,11 @@ SHOWN = 160  # characters of a refusal
 
 def size(nbytes: int) -> str:
     """
-    >>> size(3_200_000), size(41_000_000_000)
-    ('3.20 MB', '41.00 GB')
+    >>> size(1000), size(3_200_000), size(41_000_000_000)
+    ('1,000 bytes', '3.20 MB', '41.00 GB')
     """
+    if nbytes < 5000:  # 0.00 MB
+        return f"{nbytes:,} bytes"
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 

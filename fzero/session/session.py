@@ -33,7 +33,7 @@ from fzero.compile.lowered import Lowered
 from fzero.compile.lowering_context import LoweringContext
 from fzero.compile.step import fakes_on
 from fzero.cost.kept_costs import Costs
-from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name
+from fzero.errors import CaptureError, DonatedError, VerifyError, leaf_name, named
 from fzero.ir.program import Program
 from fzero.ir.records import DISK, HOST
 from fzero.plan.state_plan import Plan
@@ -378,8 +378,8 @@ def execute(state: State, lowered: Lowered, batch: Any, watch: Callable[[int], N
     except BaseException as error:
         if bound.wrote_state:
             state.life.ended = (
-                f"is unusable: step {state.step + 1} failed after it began to write ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}). "
+                f"is unusable: step {state.step + 1} failed after it began to write "
+                f"({named(error).partition(chr(10))[0]}). "
                 "Start again from fzero.init or the last checkpoint"
             )
         raise

@@ -50,7 +50,7 @@ def test_choices_have_their_length_in_the_last_dim() -> None:
 
 def test_what_cannot_be_padded_is_refused_by_name() -> None:
     x = {"x": torch.ones(2, 5)}
-    said(DataError, lambda: pad_to(x, [2, 4]), "'x' has length 5", "[2, 4]", "give a longer one")
+    said(DataError, lambda: pad_to(x, [2, 4]), "batch['x'] has length 5", "[2, 4]", "give a longer one")
     said(DataError, lambda: pad_to(x, 8, {"xs": 0}), "the rule 'xs' matches no leaf", "Did you mean 'x'?")
     said(DataError, lambda: pad_to({"n": torch.ones(2)}, 8), "no leaf of the batch has such a dim", "Give the dim")
     said(DataError, lambda: pad_to(x, 8, {"x": "0"}), "'x' is padded with '0'", "needed a number")
@@ -152,4 +152,15 @@ def test_arguments_are_checked_by_name() -> None:
     said(DataError, lambda: batches(seed=-1), "seed=-1")
     said(DataError, lambda: by_length(TEXTS, SIZES[:3], 2, to=8), "an int of at least 0 for each of the 13 samples")
     short = by_length(TEXTS, [1] * 13, 4, to=[2], values=RULES)
-    said(DataError, lambda: next(short), "'x' has length", "give a longer one")
+    said(
+        DataError,
+        lambda: next(short),
+        "dataset[",
+        "]['x'] has length",
+        "none of [2] holds",
+        "lengths=) gives no sample",
+    )
+    bare = by_length([torch.arange(7)], [4], 1, to=[4, 8])
+    said(DataError, lambda: next(bare), "dataset[0] has length 7, which none of [4] holds", "lengths=)")
+    made = by_length(TEXTS, [1] * 13, 1, to=[2], values={"x": -1}, collate=lambda rows: {"x": rows[0]["x"][None]})
+    said(DataError, lambda: [next(made) for _ in range(13)], "batch['x'] has length", "lengths=)")

@@ -170,7 +170,9 @@ def test_a_backward_within_the_loss_that_reaches_a_parameter_is_refused() -> Non
 def test_a_parameter_without_a_gradient_is_named(caplog: pytest.LogCaptureFixture) -> None:
     given = {"w": torch.ones(3), "u": torch.full((2,), 5.0), "deep": [{"v": torch.ones(2)}]}
     refused(mean_square, "'deep/0/v', 'u' get no gradient", defined(mean_square), "allow_unused=True", p=given)
-    refused(lambda p, b: mean_square(p, b).detach(), "'w' gets no gradient")
+    cut = ("'w' gets no gradient", "Use it without torch.no_grad() and .detach() between")
+    refused(lambda p, b: mean_square(p, b).detach(), *cut)
+    refused(torch.no_grad()(mean_square), *cut)
     state = after_one_step(mean_square, given, allow_unused=True)
     assert "'deep/0/v', 'u' get no gradient from the loss: it is zero here" in caplog.text
     assert state.params["u"].full().tolist() == [5.0, 5.0]
@@ -228,6 +230,30 @@ def test_a_leaf_in_the_place_of_the_batch_is_not_cut() -> None:
     own = {**state, "table": fzero.per_rank(torch.ones(4, 3))}
     for made, given in ((functools.partial(step, batch_argnum=2), state), (step, own)):
         fzero.lower(fzero.Spec(step=made, microbatches=2), given, batch(), world_size=2)
+
+
+def test_a_cut_leaf_that_no_longer_fits_is_named_with_batch_argnum() -> None:
+    """The complaint: torch's words named the user's line alone, and the fault is another's: microbatches cut a leaf."""
+
+    def looked_up(p: Any, table: Tensor, b: Tensor) -> Tensor:
+        return ((b * p["w"]) @ table["t"]).square().mean()
+
+    def step(s: Any, b: Any, **given: Any) -> Any:
+        return s, {"v": fzero.value_and_grad(looked_up, **given)(s["p"], {"t": b["t"]}, b["x"])[0]}
+
+    def lowered(step: Any, **given: Any) -> Any:
+        spec, state = fzero.Spec(step=step, **given), {"p": {"w": torch.ones(6)}}
+        return fzero.lower(spec, state, {"t": torch.ones(6, 6), "x": torch.ones(8, 6)}, world_size=1)
+
+    said = "microbatches=2 cut batch['t'], f32[6, 6], along dim 0 into parts of 3, for it is in the place of the batch"
+    with pytest.raises(RuntimeError, match=r"test_region.py:\d+: aten") as caught:
+        lowered(step, microbatches=2)
+    assert said in str(caught.value)
+    assert "batch_argnum=2" in str(caught.value)
+    lowered(functools.partial(step, batch_argnum=2), microbatches=2)
+    with pytest.raises(RuntimeError, match="aten") as caught:
+        lowered(lambda s, b: step(s, {**b, "t": torch.ones(5, 5)}))
+    assert "batch_argnum" not in str(caught.value)
 
 
 def test_errors_of_the_users_own_code_arrive_as_they_are() -> None:

@@ -207,6 +207,14 @@ def test_a_rank_that_failed_alone_is_named_to_those_that_wait_for_it(ranks: Any)
     assert failing.ending.phase is Phase.GOING, "it may come to a later call"
 
 
+def test_an_error_without_words_is_its_name_alone() -> None:
+    """The complaint: "(KeyboardInterrupt: )", of Ctrl-C."""
+    one = Presence(0, 1)
+    for error, why in ((KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("bad row"), "ValueError: bad row")):
+        one._publish(Phase.ENDED, error)
+        assert one.ending.why == why
+
+
 def test_a_rank_that_failed_alone_and_comes_to_the_next_call_is_named_as_one_that_failed(ranks: Any) -> None:
     """It caught the error and goes on before the others have read that it failed: they wait in vain all the same."""
     waiting, failing = ranks(2)

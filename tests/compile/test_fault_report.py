@@ -198,8 +198,9 @@ def test_a_file_that_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "report.json"
     for content in damaged:
         file.write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="is no report of fzero's"):
+        with pytest.raises(ValueError, match="is no report of fzero's") as caught:
             pytest.fail(f"{fault_report.read(file)}")
+        assert not re.search(r"indices|object|subscript|: '\w+'$", str(caught.value)), "Python's own words"
     file.write_bytes(b"\x80\x04K\x01.")
     assert cli.main(["verify", str(file)]) == 2
     assert "is no report of fzero's" in capsys.readouterr().err

@@ -172,6 +172,15 @@ def test_a_word_that_a_buffer_has_not_is_refused(word: str) -> None:
         fzero.parse(text)
 
 
+def test_a_text_that_ends_before_its_ops_is_refused() -> None:
+    """The complaint: it was a program without work."""
+    text = str(cases.naive())
+    lines = text[: text.index("\nops\n") + 1].splitlines(keepends=True)
+    for n in range(2, len(lines) + 1):
+        with pytest.raises(ValueError, match="the text is no whole program: it has no `ops` line"):
+            fzero.parse("".join(lines[:n]))
+
+
 def test_a_text_of_another_version_says_so() -> None:
     text = str(cases.naive())
     with pytest.raises(ValueError, match="a text of version 1; this fzero reads 'fzero program 3'"):

@@ -48,6 +48,32 @@ WRONG_VALUES = [
     ),
     (lambda: optim.inject_hyperparams(optim.sgd)(learning_rate=0.1, momentum=0.9).init([]), r"name it in static"),
     (
+        lambda: optim.inject_hyperparams(optim.onebit_adam)(learning_rate=0.1, warmup_steps=2).init([]),
+        r"onebit_adam: warmup_steps is of type Tensor.*name it in static=\('warmup_steps',\).*phases cannot be wrapped",
+    ),
+    (
+        lambda: optim.inject_hyperparams(optim.freeze_nu)(learning_rate=0.1, after=2).init([]),
+        r"freeze_nu: after is of type Tensor.*name it in static=\('after',\).*phases cannot be wrapped",
+    ),
+    (
+        lambda: optim.inject_hyperparams(optim.onebit_adam, static="warmup_steps")(
+            learning_rate=0.1, warmup_steps=2
+        ).init([]),
+        r"^inject_hyperparams: an optimizer with phases \(warmup, coded\) cannot be wrapped.*optimizer of each phase",
+    ),
+    *(
+        (lambda wrap=wrap: wrap(optim.onebit_adam(0.1, warmup_steps=2)), r"an optimizer with phases \(warmup, coded\)")
+        for wrap in (
+            lambda tx: optim.masked(tx, "w"),
+            lambda tx: optim.chain(tx),
+            lambda tx: optim.delayed(tx),
+            lambda tx: optim.apply_if_finite(tx),
+            lambda tx: optim.ema_params(tx, 0.9),
+            lambda tx: optim.multi_transform({"**": tx}),
+        )
+    ),
+    (lambda: optim.masked(optim.sgd, "w"), r"masked: tx is sgd, not a GradientTransformation: call it"),
+    (
         lambda: optim.inject_hyperparams(optim.adamw)(learning_rat=0.1),
         r"adamw does not take these: .* Its arguments are learning_rate, .* Did you mean 'learning_rate'",
     ),

@@ -212,13 +212,26 @@ def test_where_nothing_fits_the_least_is_right_and_each_way_out_fits(
     ways = {way.words: way.row for way in caught.value.alternatives}
     assert ("The nearest that fit:\n  " in str(caught.value)) == bool(ways)
     assert all(not row.refused for row in ways.values())
-    assert all(row.peak <= few for words, row in ways.items() if "GB" not in words)
+    assert all(row.peak <= few for words, row in ways.items() if "GB" not in words and "memory=" not in words)
     most = 12 if whole else 6
     assert planned(n=n, width=width, world=world, memory=least.peak, rows=rows, most=most).peak <= least.peak
     pinned = {**least.candidate.fields, "mesh": dict(least.candidate.mesh)}
     if "tp" not in pinned["mesh"]:
         with pytest.raises(NothingFitsError):
             planned(given(**pinned), n=n, width=width, world=world, rows=rows, memory=least.peak - 1)
+
+
+def test_more_memory_of_the_card_is_the_way_out_of_memory() -> None:
+    """The complaint: "with 0.00 MB each", and the nearest was another card, beside 80 GB of this one."""
+    batch, spec = torch.empty(8, 64, device="meta"), given(zero=0, mesh={"dp": 1}, remat="none", microbatches=1)
+    plan = functools.partial(fzero.plan, spec, layers(1, 64), batch, world_size=1, hardware="h100", most=1)
+    with pytest.raises(NothingFitsError, match=r"nothing fits 1 rank with 1,000 bytes each") as caught:
+        plan(memory=1000)
+    least, way = caught.value.least, caught.value.alternatives[-1]
+    assert least is not None
+    assert (way.words, way.row) == (f"memory={least.peak}", least)
+    assert "RTX" not in str(caught.value)
+    assert plan(memory=least.peak).peak <= least.peak
 
 
 @pytest.mark.parametrize(
@@ -235,7 +248,7 @@ def test_ways_out(fields: dict[str, Any], memory: int, rows: int, words: str) ->
         planned(given(**fields), world=2, memory=memory, rows=rows, most=4)
     ways = {way.words: way.row for way in caught.value.alternatives}
     assert any(words in name for name in ways), str(caught.value)
-    assert all(row.peak <= memory for name, row in ways.items() if "GB" not in name)
+    assert all(row.peak <= memory for name, row in ways.items() if "GB" not in name and "memory=" not in name)
     assert "The nearest that fit:\n  " in str(caught.value)
 
 

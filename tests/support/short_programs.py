@@ -33,7 +33,7 @@ def written(
             body = f"bucket {name} {FACTS} {rest}"
         ops = not body.startswith(RECORDS)
         lines.append((f"0 {body}" + (f"  # | {why}" if why else "")) if ops else body)
-    return fzero.parse("\n".join(lines), segments)
+    return fzero.parse("\n".join([*lines, "ops"]), segments)
 
 
 def shown(ops: Sequence[Op]) -> list[str]:

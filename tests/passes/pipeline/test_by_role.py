@@ -79,7 +79,8 @@ def test_each_op_says_its_action_and_each_message_whom_it_is_for() -> None:
 def test_a_role_has_its_own_state_and_what_it_names() -> None:
     records = "bucket b2 length=64 role=1 u[0:64:64]\n buffer w2 f32[64] param bucket=b2\n buffer n f32[] state"
     program = replace(
-        step(records=records), trainable=fzero.parse("mesh dp=1\ntransport p2p\ntrainable b0:0 b1:0 b2:0").trainable
+        step(records=records),
+        trainable=fzero.parse("mesh dp=1\ntransport p2p\ntrainable b0:0 b1:0 b2:0\nops").trainable,
     )
     first, second = roles(program).values()
     assert (first.role, second.role) == (0, 1)
