@@ -48,10 +48,8 @@ def freeze_nu(
     where = "freeze_nu"
     schedule = as_schedule(where, learning_rate)
     beta1, beta2 = _check.two_betas(where, betas)
-    decay, steps = (
-        _check.number(f"{where}: weight_decay", weight_decay),
-        _check.steps(f"{where}: after", after, low=1, phases=True),
-    )
+    decay = _check.number(f"{where}: weight_decay", weight_decay)
+    steps = _check.steps(f"{where}: after", after, low=1, phases=True)
     adam = adamw(schedule, (beta1, beta2), eps, decay, bias_correction=bias_correction)
     step = FrozenStep(schedule, beta1, 1 - beta2**steps, eps, decay, bias_correction)
 
