@@ -7,7 +7,7 @@ take none of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,18 @@ def layout(gm: fx.GraphModule, apart: frozenset[int] = frozenset()) -> SegmentMe
 
 
 def _layout(gm: fx.GraphModule, apart: frozenset[int]) -> SegmentMemory:
-    values = fx_values.values(gm)
     chains = tiling.chains(gm, apart)
+    tiled = _tiled(gm, apart, chains)
+    others = [chain for chain in chains if not chain.saves_memory_alone]
+    if len(others) == len(chains):
+        return tiled
+    plain = _tiled(gm, apart, others)
+    return plain if plain.nbytes + plain.heap <= tiled.nbytes + tiled.heap else tiled
+
+
+def _tiled(gm: fx.GraphModule, apart: frozenset[int], chains: Sequence[tiling.Chain]) -> SegmentMemory:
+    """The layout with these chains."""
+    values = fx_values.values(gm)
     position = {node: i for i, node in enumerate(gm.graph.nodes)}
     lives = values.lives
     for chain in chains:

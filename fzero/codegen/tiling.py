@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from fzero import backend
-from fzero.codegen import embedding_rows, out_forms
+from fzero.codegen import embedding_rows
 from fzero.codegen.inplace import by_rows
 from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.op_info import of
@@ -75,6 +75,11 @@ class Chain:
     def heap(self) -> int:
         """The most bytes that its head asks the allocator for, in a way of its own."""
         return 0 if self.head is None else self.head.heap
+
+    @property
+    def saves_memory_alone(self) -> bool:
+        """Whether its ops take no more time one after the other: so do those whose head is made by rows anyway."""
+        return self.head is not None and self.head.rows is not None
 
     @property
     def last(self) -> fx.Node:
@@ -324,15 +329,8 @@ def _of_a_loss(node: fx.Node) -> Head | None:
 def _of_an_embedding(node: fx.Node) -> Head | None:
     """Where rows are not scaled by how often they come."""
     contiguous = fx_nodes.operand(node).meta["val"].is_contiguous()  # else each tile would copy it
-    fits = node.meta["val"].ndim == 2 and contiguous and not node.args[4] and not _only_copied(node)
+    fits = node.meta["val"].ndim == 2 and contiguous and not node.args[4]
     return Head(rows=embedding_rows.rows, heap=embedding_rows.heap_bytes(node)) if fits else None
-
-
-def _only_copied(node: fx.Node) -> bool:
-    """Whether a value that is added up where it lies is only copied, as it is: then it is made where the copy goes."""
-    copies = [user for user in node.users if user.target is aten.copy_.default]
-    alike = all(fx_nodes.operand(copy).meta["val"].dtype == node.meta["val"].dtype for copy in copies)
-    return len(copies) == len(node.users) and alike and not out_forms.is_by_rows(node)
 
 
 op_info.fill(

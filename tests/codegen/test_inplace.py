@@ -166,7 +166,7 @@ def test_an_embedding_s_gradient_by_rows(dtype: torch.dtype, spread: int, paddin
     inputs = [g, index, other, into]
     gm = fx.GraphModule(torch.nn.Module(), make_fx(fn, tracing_mode="fake")(*inputs).graph)
     layout = check(gm, inputs, frozenset([3]))
-    assert len(layout.chains) == 1
+    assert len(layout.chains) == (dtype is not torch.float32), "in fp32 it is made where it goes, which is quicker"
     assert layout.nbytes + layout.heap < 6 * (1 << 20), "strips instead of 17 and 34 MB"
 
 
