@@ -19,6 +19,7 @@ from fzero.ir import fx_nodes
 
 aten = torch.ops.aten
 BYTES = 1 << 20  # of the rows that are made at once, in memory that malloc keeps
+A_NUMBER = 8  # what places are compared with
 
 
 def at_once(shape: torch.Size, itemsize: int) -> int:
@@ -36,12 +37,11 @@ def rows(
 
 
 def heap_bytes(node: fx.Node) -> int:
-    """The most bytes that the calls of a node ask the allocator for."""
-    made, (grad, index) = node.meta["val"], (fx_nodes.operand(node, i).meta["val"] for i in (0, 1))
+    """The most bytes that the calls of a node ask the allocator for, beside copies of its operands."""
+    made, index = node.meta["val"], fx_nodes.operand(node, 1).meta["val"]
     part = (at_once(made.shape, made.element_size()) + 1) * made.shape[1] * made.element_size()
     places = index.numel() * index.element_size()
-    copied = sum(x.numel() * x.element_size() for x in (grad, index) if not x.is_contiguous())
-    return copied + max(places + 2 * index.numel(), places + part)
+    return places + max(2 * index.numel() + A_NUMBER, part)
 
 
 def _made(into: torch.Tensor, grad: torch.Tensor, index: torch.Tensor, padding: int, first: int) -> None:

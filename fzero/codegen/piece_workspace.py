@@ -65,6 +65,7 @@ COPIES: dict[str, tuple[int, ...]] = {
         (0, 1),
     ),
     "bucketize.Tensor": (0, 1),
+    "embedding_dense_backward": (0, 1),
     "fractional_max_pool2d": (0, 3),
     "index_select": (0, 2),
     "masked_scatter": (2,),

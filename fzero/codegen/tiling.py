@@ -32,6 +32,7 @@ from torch import fx
 from fzero import backend
 from fzero.codegen import embedding_rows
 from fzero.codegen.inplace import by_rows
+from fzero.codegen.workspace import workspace_bytes
 from fzero.ir import fx_nodes, fx_values, op_info
 from fzero.ir.op_info import of
 
@@ -329,8 +330,9 @@ def _of_a_loss(node: fx.Node) -> Head | None:
 def _of_an_embedding(node: fx.Node) -> Head | None:
     """Where rows are not scaled by how often they come."""
     contiguous = fx_nodes.operand(node).meta["val"].is_contiguous()  # else each tile would copy it
-    fits = node.meta["val"].ndim == 2 and contiguous and not node.args[4]
-    return Head(rows=embedding_rows.rows, heap=embedding_rows.heap_bytes(node)) if fits else None
+    if node.meta["val"].ndim != 2 or not contiguous or node.args[4]:
+        return None
+    return Head(rows=embedding_rows.rows, heap=workspace_bytes(node) + embedding_rows.heap_bytes(node))
 
 
 op_info.fill(

@@ -388,13 +388,18 @@ def test_a_chain_s_last_op_spares_what_later_strips_read_whole() -> None:
     assert check(graph_of(fn, inputs), inputs).chains
 
 
-@pytest.mark.parametrize(("rows", "columns", "met"), [(20000, 256, 30000), (1000, 700, 9000)])
+@pytest.mark.parametrize(("rows", "columns", "met"), [(20000, 256, 30000), (1000, 700, 9000), (30, 64, 9000)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_an_embedding_s_gradient_by_rows_allocates(rows: int, columns: int, met: int, transposed: bool) -> None:
-    g, index = torch.ones(met, columns, dtype=torch.bfloat16), torch.arange(met) % rows
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_what_an_embedding_s_gradient_allocates(
+    rows: int, columns: int, met: int, transposed: bool, every: int, scaled: bool
+) -> None:
+    """By rows, or scaled by frequency, of operands that lie in order or not."""
+    g, index = torch.ones(met, columns, dtype=torch.bfloat16), torch.arange(met * every).fmod(rows)[::every]
     if transposed:
         g = torch.ones(columns, met, dtype=torch.bfloat16).t()
-    gm = graph_of(lambda g, index: [aten.embedding_dense_backward(g, index, rows, -1, False)], [g, index])
+    gm = graph_of(lambda g, index: [aten.embedding_dense_backward(g, index, rows, -1, scaled)], [g, index])
     layout, made = segment_memory.layout(gm), torch.empty(rows, columns, dtype=torch.bfloat16)
     calls = bind.bind(gm, [g, index], [made], torch.empty(layout.nbytes, dtype=torch.uint8))
     _, peak = measured_peak(lambda: [call() for call in calls])
