@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fzero._torch_compat import FakeTensorMode
 from fzero.capture.graph import Region
 from fzero.capture.known import Known
@@ -36,6 +38,7 @@ class Tracing:
     devices: the kinds of device on which a tensor may be: those of the state and the batch, the host's, and "meta".
     Empty: any.
     paused: a context for the work on an op, in which no line of the user is followed (`reads`).
+    traced: called where a function was traced, with what tells of a tensor whether each step makes it anew (`origins`).
     """
 
     mode: FakeTensorMode
@@ -57,6 +60,7 @@ class Tracing:
     static: dict[int, str] = field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     paused: Any = field(default_factory=nullcontext)
+    traced: Callable[[Callable[[torch.Tensor], bool]], None] = lambda _: None
 
 
 _active: ContextVar[Tracing | None] = ContextVar("fzero_tracing", default=None)

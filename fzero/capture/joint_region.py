@@ -37,10 +37,8 @@ def region_outputs(
         return fn(*joint.leaves, *others)
     prefix = f"0/{batch_argnum - 1}"
     paths = joint.other_paths
-    sliced = [
-        num > 1 and (path == prefix or path.startswith(prefix + "/")) and leaf.ndim > 0
-        for path, leaf in zip(paths, others, strict=False)
-    ]
+    of_batch = [path == prefix or path.startswith(prefix + "/") for path in paths]
+    sliced = [num > 1 and of and leaf.ndim > 0 for of, leaf in zip(of_batch, others, strict=False)]
     _check_slices(num, sliced, paths, others[: len(paths)], prefix)
     names = [leaf_name("params", p) for p in joint.paths]
     names += [_argument(p, prefix) for p in paths]
@@ -58,8 +56,9 @@ def region_outputs(
         return Roles(marks.grad_of, frozenset(summed), wire)
 
     tracing.cut = "" if len(joint.args) < 2 else _cut(num, sliced, names[len(joint.paths) :], others)
+    changing = {*range(len(joint.leaves)), *(len(joint.leaves) + i for i, of in enumerate(of_batch) if of)}
     try:
-        return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced)
+        return add_region(fn, roles, joint.leaves, names, others, microbatches=num, sliced=sliced, changing=changing)
     finally:
         tracing.cut = ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ def add_region(
     *,
     microbatches: int,
     sliced: Sequence[bool],
+    changing: Collection[int] = (),
 ) -> list[torch.Tensor]:
     """Traces `fn(*leaves, *others) -> [loss, *grads, *rest]` as a region; returns the outputs of its one new node.
 
     `names` are those of the inputs in errors. Inputs in `others` that are marked in `sliced` are cut along dim 0 into
-    `microbatches` parts. `roles()` is called after `fn` was traced, and returns the meaning of its outputs.
+    `microbatches` parts. changing: as of `trace`. `roles()` is called after `fn` was traced, and returns the meaning of
+    its outputs.
     """
     tracing = current()
     inputs = [*leaves, *(x.contiguous() if cut else x for x, cut in zip(others, sliced, strict=True))]
@@ -44,7 +46,7 @@ def add_region(
             for x, cut in zip(map(fx_values.dense_like, inputs), (*(False for _ in leaves), *sliced), strict=True):
                 shape = (x.shape[0] // microbatches, *x.shape[1:]) if cut else x.shape
                 parts.append(torch.empty_strided(shape, x.stride(), dtype=x.dtype, device=x.device))
-            gm = trace(tracing, fn, parts, names)
+            gm = trace(tracing, fn, parts, names, changing)
             with real_tensors():
                 extra = lifted(gm, len(parts))
     finally:

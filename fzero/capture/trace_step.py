@@ -80,7 +80,7 @@ def capture(
     leaf of `batch` that is no tensor is passed to `step` as it is, a static one by its value. Raises CaptureError or
     TreeError, naming leaf and line.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode, reading = FakeTensorMode(allow_non_fake_inputs=True), Reading((*fns, step))
     state_paths, state_leaves, state_treedef = tree.flatten(state)
     batch_paths, batch_leaves, batch_treedef = tree.flatten(batch)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in batch_leaves]
@@ -103,13 +103,13 @@ def capture(
 
     names = [leaf_name("state", p) for p in state_paths]
     names += [leaf_name("batch", p) for p in itertools.compress(batch_paths, is_tensor)]
-    reading = Reading((*fns, step))
     tracing = Tracing(mode, (*fns, step), microbatches, allow_unused, axis, precision or Precision())
-    tracing.paused, tracing.devices = reading.paused, frozenset(["cpu", "meta", *(x.device.type for x in inputs)])
+    tracing.paused, tracing.traced = reading.paused, reading.table.settle
+    tracing.devices = frozenset(["cpu", "meta", *(x.device.type for x in inputs)])
     tracing.static = _static(batch_paths, batch_leaves, is_tensor)
     with while_active(tracing):
         with reading:
-            gm = trace(tracing, flat, inputs, names)
+            gm = trace(tracing, flat, inputs, names, range(len(state_leaves), len(inputs)))
         constants, closed, reads = _lift(tracing, gm, reading.noted())
     fold_updates(gm)
     segments.normalised(gm)

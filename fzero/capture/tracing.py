@@ -13,7 +13,7 @@ Values that no input decides are known (`fzero.capture.known`). Other closed-ove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,11 +28,13 @@ from fzero._torch_compat import (
     distributions_unchecked,
     is_fake,
     jiterator_refused,
+    recording,
     seen_in_backwards,
 )
 from fzero.capture import ambient
 from fzero.capture.context import Tracing
 from fzero.capture.functionalise import functionalised, purified, without_copies
+from fzero.capture.origins import made_anew
 from fzero.capture.provenance import defined_at, user_line
 from fzero.capture.refuse import NoExchange, Refused, attribute, check_graph, explained
 from fzero.capture.watch import Watch
@@ -43,12 +45,16 @@ aten = torch.ops.aten
 
 
 def trace(
-    tracing: Tracing, fn: Callable[..., Any], inputs: Sequence[torch.Tensor], names: Sequence[str]
+    tracing: Tracing,
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    names: Sequence[str],
+    changing: Collection[int] = (),
 ) -> fx.GraphModule:
     """`fn(*inputs)` as a graph of aten ops without in-place work.
 
-    `inputs` are fake tensors of `tracing.mode`; `names` are theirs in errors. Raises CaptureError, with the line, for
-    work that a program cannot hold.
+    `inputs` are fake tensors of `tracing.mode`; `names` are theirs in errors. changing: the places of those that have
+    other values at each step. Raises CaptureError, with the line, for work that a program cannot hold.
     """
     outermost = not tracing.depth
     if outermost:
@@ -65,7 +71,9 @@ def trace(
             line = partial(_line, tracing)
             stack.enter_context(Watch(tracing, line, where=partial(_place, tracing), known=tracing.known))
             stack.enter_context(torch.enable_grad())
-            return fn(*xs)
+            result = fn(*xs)
+            tracing.traced(made_anew(recording(), changing))
+            return result
 
     with explained(tracing, lambda: _place(tracing)), tracing.mode, compiled_functions_traced():
         gm = record(watched, inputs)

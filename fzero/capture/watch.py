@@ -34,6 +34,7 @@ from fzero.capture import (  # these fill the column `traced`, and `refuse.REPLA
 from fzero.capture.cast_first import CAST
 from fzero.capture.context import Tracing
 from fzero.capture.known import READS, Known
+from fzero.capture.origins import is_drawn
 from fzero.capture.provenance import describe, name_of
 from fzero.capture.refuse import Refused, ambient_draw, closed_over_write
 from fzero.capture.remedies import COLLECTIVE, COLLECTIVES, PLAIN, SPARSE
@@ -117,7 +118,8 @@ class Watch(TorchDispatchMode):
         except Exception as error:
             operands = " and ".join(map(describe, fx_values.tensors(optree.tree_leaves(list(args)))))  # type: ignore[arg-type]
             self.tracing.failed, self.tracing.raised = self.where(), (error, f"{func} of {operands}")
-            self.tracing.drawn = bool(READS.intersection(func.tags)) and _is_drawn(args)
+            reads, recorder = bool(READS.intersection(func.tags)), recording()
+            self.tracing.drawn = reads and recorder is not None and is_drawn(recorder, fx_values.tensors(args))
             raise
         if layouts := [value.layout for value in fx_values.tensors(result) if value.layout is not torch.strided]:
             raise Refused(f"{func} at {self.where()} makes a tensor of {layouts[0]}. {SPARSE}")
@@ -179,26 +181,6 @@ def _is_subclass(value: torch.Tensor) -> bool:
     """Whether a tensor is of a class of its own that torch's modes do not see."""
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) or is_fake(value)
     return not plain and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def _is_drawn(args: tuple[Any, ...]) -> bool:
-    """Whether what an op reads is made of random numbers, and of no input."""
-    recorder = recording()
-    nodes = [] if recorder is None else [recorder.nodes.get(x) for x in fx_values.tensors(args)]
-    seen, drawn = set(nodes), False
-    while nodes:
-        if (node := nodes.pop()) is None:
-            continue
-        if node.op == "placeholder":
-            return False
-        drawn |= torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())  # without a key
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and [x.name for x in schema.arguments[:1]] == ["key"]:  # of `fzero.random`
-            drawn = True
-            continue
-        nodes += [x for x in node.all_input_nodes if x not in seen]
-        seen.update(node.all_input_nodes)
-    return drawn
 
 
 def _has_gradient(func: Any, args: tuple[Any, ...]) -> bool:

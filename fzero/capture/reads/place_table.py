@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from fzero.capture.provenance import defined_at
+from fzero.capture.provenance import defined_at, describe
 from fzero.capture.reads import host_draws, module_parts, read_places, worth
 from fzero.capture.reads.cells import Cells
 from fzero.capture.reads.frames import USER, kind_of_code
@@ -28,15 +29,22 @@ PlaceId = tuple[str, int, Any]
 
 @dataclass
 class _Written:
-    """A place that the traced functions write to: its value before, and whether the line that writes it also
-    reads it, as a count does (the longest sequence so far is written, too, but it is no count). copied: of a copy, made
-    for this call, of what the user holds."""
+    """A place that the traced functions write to.
 
+    before: its value then. from_itself: whether the line that writes it also reads it, as a count does (the longest
+    sequence so far is written, too, but it is no count). copied: whether it is of a copy, made for this call, of what
+    the user holds. after_read: whether another line had read it. anew: the tensor that each step computes anew and
+    leaves there.
+    """
+
+    spot: Spot
     before: Any
     name: str
     where: str
     from_itself: bool
     copied: bool
+    after_read: bool
+    anew: torch.Tensor | None = None
 
 
 @dataclass
@@ -56,10 +64,23 @@ class PlaceTable:
         """A line reads it and does not write it."""
         self.used.add(_id(place))
 
-    def write(self, spot: Spot, before: Any, name: str, where: str, from_itself: bool) -> None:
-        """A line writes to a place. before: its value then. from_itself: the line also reads it."""
-        written = _Written(before, name, where, from_itself, module_parts.stands_in(spot[1]))
-        self.written.setdefault((spot[0], id(spot[1]), spot[2]), written)
+    def write(
+        self, spot: Spot, before: Any, name: str, where: str, from_itself: bool, within: Iterable[str] = ()
+    ) -> None:
+        """A line writes to a place. before: its value then. from_itself: the line also reads it. within: the lines from
+        which it was called, whose reads may come before or after."""
+        known = (spot[0], id(spot[1]), spot[2])
+        if known not in self.written:
+            after_read = known in self.places and self.places[known].where not in within
+            copied = module_parts.stands_in(spot[1])
+            self.written[known] = _Written(spot, before, name, where, from_itself, copied, after_read)
+
+    def settle(self, made_anew: Callable[[torch.Tensor], bool]) -> None:
+        """Where a function was traced: finds what was written that each step computes anew."""
+        for written in self.written.values():
+            left = ReadPlace(*written.spot, "", "", None).now()
+            if worth.is_traced(left) and made_anew(left):
+                written.anew = left
 
     def change(self, container: Any) -> None:
         """A line changes what a container holds."""
@@ -134,10 +155,11 @@ class PlaceTable:
         for known, written in self.written.items():
             self._refuse_made(written, self.places.get(known))
             if written.copied:
-                self._refuse_count(written, self.places.get(known))
+                self._refuse_left_behind(written)
+                self._refuse_kept(written, self.places.get(known))
         self._drop_short_lived()  # a copy of a configuration, which the functions may change
         for known, written in self.written.items():
-            self._refuse_count(written, self.places.get(known))
+            self._refuse_kept(written, self.places.get(known))
         own = {id(place) for known, place in self.places.items() if self._is_own(known, place)}
         for known in [known for known, place in self.places.items() if any(id(p) in own for p in _line_of(place))]:
             del self.places[known]
@@ -155,6 +177,7 @@ class PlaceTable:
         """Drops the places of objects that only these places hold: the traced functions made them, and left them."""
         while True:
             ours = Counter(id(x) for place in self.places.values() for x in (place.holder, place.value))
+            ours += Counter(id(written.spot[1]) for written in self.written.values())
             gone = [
                 known
                 for known, place in self.places.items()
@@ -179,8 +202,17 @@ class PlaceTable:
         sized = place.kind in (read_places.COPY, read_places.ITEM) and id(place.holder) in self.changed
         return own or sized or not place.holds(place.now())
 
-    def _refuse_count(self, written: _Written, place: ReadPlace | None) -> None:
-        if place is None or not written.from_itself or _id(place) not in self.used:
+    def _refuse_kept(self, written: _Written, place: ReadPlace | None) -> None:
+        """Of a number that is counted, and of a tensor that is read before another is left there, as a hidden state."""
+        if place is None or _id(place) not in self.used:
+            return
+        if written.anew is not None and written.after_read and not worth.is_traced(written.before):
+            raise CaptureError(
+                f"{written.name}, which {place.where} reads, is set by {written.where} to {describe(written.anew)}, "
+                "which each step computes anew: a program never reads what the step before left there. Keep it in the "
+                "state: as a buffer, with from_module(module, mutable=True), or by Spec(step=...)"
+            )
+        if not written.from_itself:
             return
         now = place.now()
         if worth.is_number(written.before) and worth.is_number(now) and not worth.same(written.before, now):
@@ -189,6 +221,21 @@ class PlaceTable:
                 f"{now!r}: that happens once, when the step is traced, and not at each step. Count in the state "
                 "(Spec(step=...), or the optimizer's count), or pass the number in the batch as a tensor"
             )
+
+    def _refuse_left_behind(self, written: _Written) -> None:
+        """Of a tensor that a forward leaves on its copy of a module, where a line reads it of the module itself."""
+        _, holder, key = written.spot
+        if written.anew is None or not isinstance(holder, dict) or "_modules" not in holder:
+            return
+        for place in self.places.values():
+            of = place.holder
+            alike = place.key == key and of is not holder and isinstance(of, dict) and of.keys() <= holder.keys()
+            if alike and not worth.is_traced(place.value) and _id(place) in self.used and _parts(of) == _parts(holder):
+                raise CaptureError(
+                    f"{place.name}, which {place.where} reads, is {worth.shown(place.value)} on the module itself: "
+                    f"{written.where} sets it on the copy that apply runs. Read it there: apply.call(params, buffers, "
+                    "lambda module: ...), or return it from the forward"
+                )
 
     def _refuse_made(self, written: _Written, place: ReadPlace | None) -> None:
         if place is None or place.holder is None or _id(place) not in self.used:
@@ -241,6 +288,11 @@ class PlaceTable:
 
 def _id(place: ReadPlace) -> PlaceId:
     return place.kind, id(place.holder), place.key
+
+
+def _parts(holder: dict[str, Any]) -> set[str]:
+    """The names of the modules within one, by what it holds."""
+    return {*holder.get("_modules", ())}
 
 
 def _line_of(place: ReadPlace) -> Iterator[ReadPlace]:

@@ -222,7 +222,7 @@ class Reading:
                 continue
             inner = isinstance(spot[1], StandIn)
             before = frame.f_locals.get(chain.name) if inner else ReadPlace(*spot, "", "", None).now()
-            self.table.write(spot, before, str(chain), where, chain in updates)
+            self.table.write(spot, before, str(chain), where, chain in updates, _callers(frame))
             if isinstance(spot[1], read_places.CONTAINERS) and chain.steps:
                 self.table.change(spot[1])
 
@@ -281,6 +281,14 @@ def _fields_within(value: Any, name: str, depth: int) -> Iterator[tuple[str, dic
 
 def _class_of(owner: Any) -> type:
     return owner if isinstance(owner, type) else type(owner)
+
+
+def _callers(frame: types.FrameType) -> Iterator[str]:
+    """The lines from which a function was called."""
+    at = frame.f_back
+    while at is not None:
+        yield _where(at)
+        at = at.f_back
 
 
 def _where(frame: types.FrameType, number: int | None = None) -> str:
