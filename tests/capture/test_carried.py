@@ -99,6 +99,22 @@ class Twice(nn.Module):
         return self.inner(x) + self.inner(x)
 
 
+class Centred(Net):
+    """The loss of a student and its teacher, as DINO has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(1, 4))
+
+    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+        loss = -((teacher - self.centre).softmax(-1).detach() * student.log_softmax(-1)).sum(-1).mean()
+        self.update(teacher.detach())
+        return loss
+
+    def update(self, teacher: Tensor) -> None:
+        self.centre = self.centre * 0.9 + teacher.mean(0, keepdim=True) * 0.1
+
+
 Loss = Callable[[Any, Tensor], Tensor]
 
 
@@ -137,6 +153,17 @@ def test_what_a_step_leaves_for_the_next_is_refused(module: type[nn.Module], how
     """The complaint: the hidden state was the first one at each step, and the projection another at each."""
     with pytest.raises(CaptureError, match=r"self.held, which .*forward .* reads, is set by .*each step computes anew"):
         losses(*how(module()))
+
+
+def test_a_buffer_of_a_closed_over_loss_is_no_state() -> None:
+    """The complaint: the centre stayed zero at all steps."""
+    centred = Centred()
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return centred(x @ params["student"], x @ params["student"].detach() * 2)
+
+    with pytest.raises(CaptureError, match=r"self.centre, which .*forward .* reads, is set by .*update"):
+        losses({"student": torch.eye(4)}, loss)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

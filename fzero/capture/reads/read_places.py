@@ -180,7 +180,10 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, or wh
 
 
 def target(owner: Any, name: str) -> Spot:
-    """Where `owner.name = value` puts the value of a plain attribute."""
+    """Where `owner.name = value` puts the value of a plain attribute, or of a part that a module has."""
+    for part in _MODULE_PARTS if isinstance(owner, nn.Module) else ():
+        if name in vars(owner).get(part, ()):
+            return ENTRY, vars(owner)[part], name
     own = getattr(owner, "__dict__", None)
     return (ENTRY, own, name) if isinstance(own, dict) else (ATTRIBUTE, owner, name)
 
