@@ -233,3 +233,34 @@ def test_what_the_trace_holds_itself_may_be_set() -> None:
 
     state = fzero.init({"w": torch.ones(4, 4)}, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)))
     assert float(fzero.step(state, {"x": torch.ones(2, 4), "scale": 2}).metrics["loss"]) == 64
+
+
+class Spiking(Net):
+    """Its potential is carried from time to time, and begins afresh with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.held = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for row in self.linear(x):
+            self.held = self.held * 0.5 + row
+        return self.held
+
+
+def test_a_potential_that_begins_afresh() -> None:
+    params, buffers, apply = fzero.interop.from_module(Spiking())
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        def forward(module: Any) -> Tensor:
+            module.reset()
+            return module(x).square().mean()
+
+        return apply.call(params, buffers, forward)
+
+    assert losses(params, loss) == pytest.approx(eagerly(params, loss), rel=1e-5)
+    with pytest.raises(CaptureError, match="If each step begins afresh, set it before it is read"):
+        losses(*by_apply(Spiking()))

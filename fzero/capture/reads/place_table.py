@@ -209,8 +209,9 @@ class PlaceTable:
         if written.anew is not None and written.after_read and not worth.is_traced(written.before):
             raise CaptureError(
                 f"{written.name}, which {place.where} reads, is set by {written.where} to {describe(written.anew)}, "
-                "which each step computes anew: a program never reads what the step before left there. Keep it in the "
-                "state: as a buffer, with from_module(module, mutable=True), or by Spec(step=...)"
+                "which each step computes anew: a program never reads what the step before left there. If each step "
+                "begins afresh, set it before it is read; else keep it in the state: as a buffer, with "
+                "from_module(module, mutable=True), or by Spec(step=...)"
             )
         if not written.from_itself:
             return
