@@ -60,6 +60,7 @@ class LossScale:
     below `minimum`, and at `minimum` it ends the run: `fzero.step` raises NonFiniteError. A first step without an
     overflow and `window` more in a row double the scale and give the hysteresis back; so does every `window` after
     that. With `consecutive_hysteresis` every step without one gives it back. These are DeepSpeed's rules and defaults.
+    With `counts_first` the first step counts too, as in torch.amp.GradScaler, whose rule is `LossScale.of_torch()`.
     With `dynamic=False` the scale does not change.
 
     >>> scaler = LossScale(hysteresis=1)
@@ -74,6 +75,13 @@ class LossScale:
     minimum: float = 1.0
     dynamic: bool = True
     consecutive_hysteresis: bool = False
+    counts_first: bool = False
+
+    @classmethod
+    def of_torch(cls, initial: float = 2.0**16, window: int = 2000) -> LossScale:
+        """The rule of `torch.amp.GradScaler(init_scale=initial, growth_interval=window)`. One that falls to 2**-64 ends
+        the run, where torch's goes on to zero."""
+        return cls(initial=initial, window=window, hysteresis=1, minimum=2.0**-64, counts_first=True)
 
     def __post_init__(self) -> None:
         for name in ("initial", "minimum"):
@@ -84,7 +92,7 @@ class LossScale:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise SpecError(f"LossScale({name}={value!r}): needed a positive int")
-        for name in ("dynamic", "consecutive_hysteresis"):
+        for name in ("dynamic", "consecutive_hysteresis", "counts_first"):
             if not isinstance(getattr(self, name), bool):
                 raise SpecError(f"LossScale({name}={getattr(self, name)!r}): needed True or False")
 
@@ -101,7 +109,8 @@ class LossScale:
         counts = {"clean": torch.where(finite, clean, 0), "skipped": held["skipped"] + (~finite).to(torch.int64)}
         if not self.dynamic:
             return {"scale": scale, "hysteresis": left, **counts}
-        grown = (clean > 1) & ((clean - 1) % self.window == 0)
+        counted = clean if self.counts_first else clean - 1
+        grown = (counted > 0) & (counted % self.window == 0)
         last = left <= 1
         after_clean = torch.where(grown, (scale * 2).clamp(max=_MOST), scale)
         after_overflow = torch.where(last, (scale / 2).clamp(min=self.minimum), scale)

@@ -92,6 +92,25 @@ def test_the_scale_follows_deepspeeds_rules(
         assert int(held["hysteresis"]) == theirs.cur_hysteresis
 
 
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(
+    overflows=st.lists(st.sampled_from([True, *[False] * 7]), max_size=120),
+    power=st.integers(-20, 120),
+    window=st.integers(1, 6),
+)
+def test_the_scale_follows_torchs_rule(overflows: list[bool], power: int, window: int) -> None:
+    """The complaint: it doubled a step later than `torch.amp.GradScaler`, and stayed at 1."""
+    scaler = LossScale.of_torch(2.0**power, window)
+    held, theirs, tracker = scaler.init(), torch.full((), 2.0**power), torch.zeros((), dtype=torch.int32)
+    for overflow in overflows:
+        held = scaler.update(held, torch.tensor(not overflow))
+        torch._amp_update_scale_(theirs, tracker, torch.tensor(float(overflow)), 2.0, 0.5, window)
+        if float(theirs) < scaler.minimum:
+            assert int(held["hysteresis"]) == 0, "which ends the run"
+            return
+        assert float(held["scale"]) == float(theirs)
+
+
 def test_the_scale_doubles_after_the_window_and_one_step_then_after_each_window() -> None:
     """The same in numbers that a person can count."""
     scaler = LossScale(initial=1.0, window=3)
@@ -123,7 +142,7 @@ def test_a_fixed_scale_counts_and_stays() -> None:
 
 WRONG = [
     {"initial": 0}, {"minimum": float("inf")}, {"window": 0}, {"hysteresis": 1.5}, {"dynamic": "no"},
-    {"consecutive_hysteresis": 1},
+    {"consecutive_hysteresis": 1}, {"counts_first": 1},
 ]  # fmt: skip
 
 

@@ -9,7 +9,11 @@ from typing import Any
 
 from fzero import optim, precision
 
-_NAMES = {"Precision": precision.Precision, "LossScale": precision.LossScale}
+_NAMES: dict[str, Any] = {
+    "Precision": precision.Precision,
+    "LossScale": precision.LossScale,
+    "LossScale.of_torch": precision.LossScale.of_torch,
+}
 
 
 @dataclass(frozen=True)
@@ -74,5 +78,5 @@ def text_of(expression: Any) -> str:
 
 
 def _function(name: str) -> Any:
-    last = name.rpartition(".")[2]
-    return _NAMES[last] if last in _NAMES else getattr(optim, last)
+    own = name.removeprefix("fzero.")
+    return _NAMES[own] if own in _NAMES else getattr(optim, own.removeprefix("optim."))

@@ -21,7 +21,7 @@ from fzero.precision import DTYPES, LossScale
 
 TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING = "gradient_clipping"
-GRAD_SCALER = ConfigCall("fzero.LossScale", (), {"window": 2000, "hysteresis": 1})  # the rule of torch.amp.GradScaler
+GRAD_SCALER = ConfigCall("fzero.LossScale.of_torch", (), {})
 _OWNERS = {"optimizer": "optimizer.params", "precision": "fp16", "mesh": f"{ZERO}.stage"}
 
 

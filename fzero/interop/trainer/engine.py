@@ -24,9 +24,7 @@ from fzero.interop.trainer.running_statistics import Statistics, tracked
 from fzero.optim import GradientTransformation
 from fzero.session.session import session_of
 
-_FP16 = fzero.Precision(
-    compute="autocast_fp16", reduce="fp32", loss_scale=fzero.LossScale(window=2000, hysteresis=1)
-)  # with the rule of torch.amp.GradScaler
+_FP16 = fzero.Precision(compute="autocast_fp16", reduce="fp32", loss_scale=fzero.LossScale.of_torch())
 
 
 class Engine:

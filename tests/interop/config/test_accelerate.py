@@ -114,7 +114,7 @@ def test_keys_of_tpus_and_old_names_decide_nothing() -> None:
 
 def test_precision() -> None:
     assert fsdp(precision="bf16")["precision"] == Precision(compute="autocast", reduce="bf16")
-    scale = LossScale(window=2000, hysteresis=1)
+    scale = LossScale.of_torch()
     assert fsdp(precision="fp16")["precision"] == Precision(compute="autocast_fp16", reduce="fp16", loss_scale=scale)
     ddp = {"distributed_type": "MULTI_GPU", "num_processes": 2}
     assert accelerate_config({**ddp, "mixed_precision": "bf16"})["precision"] == Precision(

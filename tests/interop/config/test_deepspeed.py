@@ -347,7 +347,7 @@ def test_torch_autocast_casts_by_op() -> None:
 
     assert by_op() == by_op(dtype="bfloat16") == "fzero.Precision(compute='autocast', reduce='fp32')"
     assert by_op(dtype="torch.float16", lower_precision_safe_modules=["torch.nn.Linear"]) == (
-        "fzero.Precision(compute='autocast_fp16', reduce='fp32', loss_scale=fzero.LossScale(window=2000, hysteresis=1))"
+        "fzero.Precision(compute='autocast_fp16', reduce='fp32', loss_scale=fzero.LossScale.of_torch())"
     )
     sent = {"communication_data_type": "bf16", "torch_autocast": {"enabled": True}}
     assert fields(sent)["precision"] == "fzero.Precision(compute='autocast', reduce='bf16')"
