@@ -11,11 +11,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero import backend
+from fzero._torch_compat import inductor_lacks
 from fzero.codegen import pad
 from fzero.ir import forms, fx_nodes
 
 aten = torch.ops.aten
 VOCABULARY = 13
+
+needs_compiler = pytest.mark.skipif(bool(inductor_lacks("cpu")), reason="no C++ compiler")
 
 
 @pytest.fixture
@@ -42,9 +45,9 @@ def batch(rank: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.randint(0, VOCABULARY, (4, 8), generator=generator) for name in "xy"}
 
 
-def trained(zero: int, precision: str) -> tuple[list[float], list[torch.Tensor]]:
+def trained(zero: int, precision: str, compile: str = "none") -> tuple[list[float], list[torch.Tensor]]:
     """The losses of three steps, and the parameters after them."""
-    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), zero=zero, precision=precision)
+    spec = fzero.Spec(loss=loss, optimizer=fzero.optim.adamw(1e-2), zero=zero, precision=precision, compile=compile)
     state = fzero.init(params(), spec)
     losses = []
     for step in range(3):
@@ -78,12 +81,15 @@ def test_losses(precision: str, near: float, request: pytest.FixtureRequest) -> 
     assert [x.shape for x in padded[1]] == [x.shape for x in plain[1]], "leaves keep their shapes"
 
 
+@pytest.mark.parametrize("compile", ["none", pytest.param("inductor", marks=needs_compiler)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stages_are_equal(forced: None, precision: str) -> None:
-    first, *others = (trained(zero, precision) for zero in (0, 1, 2, 3))
+def test_stages_are_equal(forced: None, precision: str, compile: str) -> None:
+    first, *others = (trained(zero, precision, compile) for zero in (0, 1, 2, 3))
     for other in others:
         assert other[0] == first[0]
         assert all(map(torch.equal, other[1], first[1]))
+    if precision == "fp32":
+        assert first[0] == pytest.approx(trained(0, precision)[0], rel=1e-6)
 
 
 def test_every_side_against_torch(forced: None) -> None:

@@ -90,6 +90,24 @@ class TestWithoutADevice:
         assert told["none"]["ms"] < most[0]
         assert told["auto"]["ms"] < most[1]
 
+    @pytest.mark.parametrize("step", STEPS[1:2], indirect=True)
+    def test_a_step_moves_no_more_than_is_said(self, told: dict[str, Any]) -> None:
+        """Also where a golden is written anew."""
+        auto = told["auto"]
+        assert auto["between"] <= 40e9
+        assert auto["launches"] <= 1350
+        assert auto["copied_after_attention"] <= 1.6e9
+        assert auto["casts"] == 0
+        assert auto["peak"] <= 24.5e9
+
+    def test_eight_ranks_send_as_before_and_wait_for_little(self, told: dict[str, Any], step: tuple[str, int]) -> None:
+        """Each layer's three buckets are gathered for the forward and for the backward, and reduced once."""
+        model, layers = step
+        sent = told["of_eight"]["sent"]
+        if model == "gpt2":
+            assert sent == {"all_gather": 6 * layers + 4, "reduce_scatter": 3 * layers + 3, "all_reduce_small": 1}
+        assert told["of_eight"]["exposed_ms"] <= 2
+
     @pytest.mark.parametrize("step", STEPS[1:], indirect=True)
     def test_the_planned_peak_is_the_recorded_one(self, told: dict[str, Any], step: tuple[str, int]) -> None:
         """What lived on an H200 at most. The Llama's was planned 13 % too high: its norms were taken apart."""

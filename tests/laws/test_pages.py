@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,22 @@ def test_every_public_name_has_a_docstring_and_a_page(monkeypatch: pytest.Monkey
     assert [module for module in site.API if f"generated/api/{module}\n" not in index] == []
     modules = {name for name in fzero.__all__ if f"fzero.{name}" in sys.modules}
     assert modules - {"plan", "profile", "verify"} == {m.removeprefix("fzero.") for m in site.API if m != "fzero"}
+
+
+def test_public_names_and_their_parameters_stay(
+    monkeypatch: pytest.MonkeyPatch, golden: Callable[[str, str], None]
+) -> None:
+    """What users have written goes on to run: a line that vanishes, or a parameter of one, breaks it."""
+    monkeypatch.syspath_prepend(str(FOLDER / "_ext"))
+    lines = []
+    for module, names in importlib.import_module("fzero_site").public_names().items():
+        for name in names:
+            value = getattr(importlib.import_module(module), name)
+            given = ""
+            if inspect.isfunction(value) or dataclasses.is_dataclass(value):
+                given = f"({', '.join(inspect.signature(value).parameters)})"
+            lines.append(f"{module}.{name}{given}")
+    golden("public_names", "\n".join(sorted(lines)))
 
 
 def test_there_are_twenty_questions_each_with_a_link() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from fzero import optim
 from fzero._torch_compat.inductor_count import inductor_code
 from fzero.codegen.cross_entropy import by_rows
 from fzero.codegen.fusion import fuse
+from fzero.cost.rates import H100
 from fzero.interop import from_module
 from fzero.ir import fx_nodes
 
@@ -30,8 +32,12 @@ LLAMA = Size(
 MODELS = {"gpt2": GPT2_LARGE, "llama": LLAMA}
 
 
-def lowered(size: Size, how: str) -> Any:
-    """A step in bf16 with AdamW at world size 1, for CUDA."""
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+LATENCY, WIRE = dict.fromkeys(KINDS, 15e-6), dict.fromkeys(KINDS, 370e9)  # seconds, bytes a second
+
+
+def lowered(size: Size, how: str, world: int = 1) -> Any:
+    """A step in bf16 with AdamW, for CUDA."""
     params, buffers, apply = from_module(empty_model(size))
     spec = fzero.Spec(
         loss=lambda p, b: apply(p, buffers, b["x"], b["y"]),
@@ -42,7 +48,14 @@ def lowered(size: Size, how: str) -> Any:
         compile=how,
     )
     tokens = torch.empty(size.batch, size.sequence, dtype=torch.int64, device="meta")
-    return fzero.lower(spec, params, {"x": tokens, "y": tokens}, world_size=1)
+    return fzero.lower(spec, params, {"x": tokens, "y": tokens}, world_size=world)
+
+
+def of_eight(found: Any) -> dict[str, Any]:
+    """What a step of eight ranks sends, and how long the device waits for it over NVLink."""
+    sent = Counter(op.kind for op in found.program.ops if op.is_collective)
+    simulated = fzero.simulate(found, replace(H100, latency=LATENCY, wire_bytes=WIRE))
+    return {"sent": sent, "exposed_ms": sum(simulated.waited.values()) * 1e3}
 
 
 def told(found: Any, how: str) -> dict[str, Any]:
@@ -57,6 +70,10 @@ def told(found: Any, how: str) -> dict[str, Any]:
         "devices": sorted({str(n.meta["val"].device) for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)}),
         "choices": dict(found.choices),
         "clusters": account.clusters,
+        "between": account.between,
+        "launches": account.kernels,
+        "copied_after_attention": account["attention"].copied,
+        "casts": account["_to_copy"].calls,
     }
 
 
@@ -76,4 +93,6 @@ if __name__ == "__main__":
     shallow = lowered(replace(size, layers=2), "auto")
     built = kernels(shallow, [int(number) for number in sys.argv[3:]])
     accounts = {how: told(lowered(replace(size, layers=layers), how), how) for how in ("none", "auto")}
-    print(json.dumps({**accounts, "clusters_of_two_layers": shallow.roofline().clusters, "kernels": built}))
+    found = {"clusters_of_two_layers": shallow.roofline().clusters, "kernels": built}
+    found["of_eight"] = of_eight(lowered(replace(size, layers=layers), "auto", 8))
+    print(json.dumps({**accounts, **found}))
