@@ -440,3 +440,16 @@ def test_a_workspace_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_every_function_of_torch_has_a_kind() -> None:
     assert set(layers.KINDS.values()) == set(loops.GATES)
+
+
+def test_packed_sequences_of_unknown_lengths_are_refused_with_the_mask_to_use() -> None:
+    net = torch.nn.GRU(4, 5, batch_first=True)
+    params, buffers, apply = fzero.interop.from_module(net)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        packed = torch.nn.utils.rnn.pack_padded_sequence(batch["x"], batch["lengths"], batch_first=True)
+        return apply(params, buffers, packed)[0].data.square().mean()
+
+    state = fzero.init(params, fzero.Spec(loss=loss, optimizer=fzero.optim.sgd(0.1)))
+    with pytest.raises(fzero.CaptureError, match=r"Lengths of packed sequences are values.*mask"):
+        fzero.step(state, {"x": torch.ones(2, 3, 4), "lengths": torch.tensor([3, 2])})
