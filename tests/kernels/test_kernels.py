@@ -284,8 +284,9 @@ STREAMING = {f"_{name}_kernel" for name in ("adamw", "adam8", "cast", "encode", 
 def test_every_kernel_becomes_a_cubin_without_spills(
     capability: int, first: int, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All launches; in `make test` one of each kernel. What streams rows loads vectors. Attention holds tiles of products, and a normal number's cosine
-    has a stack for large angles; the others take 128 registers at most, and no stack."""
+    """All launches; in `make test` one of each kernel. What streams rows loads vectors. Attention holds tiles of
+    products, and a normal number's cosine has a stack for large angles; the others take 128 registers at most, and no
+    stack."""
     found = recorded(monkeypatch, first)
     assert {one[0].__name__ for one in found.values()} == set(_kernels()), "every kernel is launched above"
     if not whole:
