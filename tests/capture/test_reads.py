@@ -41,6 +41,7 @@ X = torch.eye(2)
 WIDTH = 2.0
 SWITCH = "plus"
 WEIGHTS = [0.25, 0.75]
+PART = slice(0, 2)
 TABLE = {"relu": lambda x: x * 2.0, "other": 1.0}
 OFFSET = torch.ones(2)
 ARRAY = np.array([1.0, 2.0])
@@ -122,6 +123,10 @@ CASES: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "a helper": (by_helper, globals(), "helper", other_helper, "helper"),
     "a tensor": (lambda p, b: (b @ p["w"] + OFFSET).mean(), globals(), "OFFSET", torch.zeros(2), "OFFSET"),
     "a list": (lambda p, b: sum((b @ p["w"]).mean() * w for w in WEIGHTS), WEIGHTS, 1, 0.5, "WEIGHTS[1]"),
+    "a slice of a list": (lambda p, b: (b @ p["w"]).mean() * sum(WEIGHTS[PART]), WEIGHTS, 1, 0.5, "WEIGHTS[1]"),
+    "a slice by its name": (
+        lambda p, b: (b @ p["w"]).mean() * sum(WEIGHTS[PART]), globals(), "PART", slice(1), "PART"
+    ),
     "a dict": (lambda p, b: (b @ p["w"]).mean() * TABLE["other"], TABLE, "other", 2.0, "TABLE['other']"),
     "a function in a dict": (
         lambda p, b: TABLE["relu"](b @ p["w"]).mean(), TABLE, "relu", lambda x: x, "TABLE['relu']"
@@ -219,6 +224,15 @@ def test_a_change_makes_a_new_program_where_that_is_asked(case: str) -> None:
     assert torch.equal(late.params["w"].full(), fresh.params["w"].full())
     assert torch.equal(late.metrics["loss"], fresh.metrics["loss"])
     assert len(late.runtime.programs) == 1
+
+
+def test_a_slice_that_has_a_name_may_be_written_to() -> None:
+    def loss(p, b):
+        shape, part = [1, 1, 1], slice(1, 3)
+        shape[part] = b.shape
+        return (b.view(shape) @ p["w"]).mean()
+
+    assert fzero.step(fzero.step(state_of(loss), X), X).step == 2
 
 
 def test_what_was_not_there_and_came_is_a_change() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import sys
 import types
-from collections import ChainMap
+from collections import ChainMap, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +49,7 @@ class Following:
             spots, value = self._step(owner, step, frame, where)
             if value is MISSING and isinstance(step, str):
                 value = next(reversed(self._given(step, None, frame)), MISSING)  # of a property
-            whole = _reads_all(step, owner, spots)
+            whole = _reads_all(step, owner, spots) or self._cuts(step, owner, frame, where)
             if notes and isinstance(step, str) and read_places.computed_elsewhere(owner, step) and not generators:
                 self.table.ended[id(owner)] = owner
             if whole and notes:
@@ -97,7 +97,13 @@ class Following:
             return ([(read_places.COPY, owner, read_places.Has(key))] if known else []), MISSING
         if isinstance(step, Get) and isinstance(owner, read_places.ENVIRON):
             return [(read_places.COPY, owner, read_places.Asked("get", key))], MISSING
-        return read_places.item(owner, key)
+        return ([], MISSING) if isinstance(key, slice) else read_places.item(owner, key)
+
+    def _cuts(self, step: Step | NameChain, owner: Any, frame: types.FrameType, where: str) -> bool:
+        """Whether a step takes a slice of a list, which has a name: `table[part]`."""
+        if not isinstance(step, (NameChain, ConstantKey)) or not isinstance(owner, (list, tuple, deque)):
+            return False
+        return isinstance(self._key(step, frame, where), slice)
 
     def _key(self, key: Key, frame: types.FrameType, where: str) -> Any:
         """The value of a subscript or a name; MISSING where it is not known."""

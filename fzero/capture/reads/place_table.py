@@ -69,7 +69,7 @@ class PlaceTable:
     ) -> None:
         """A line writes to a place. before: its value then. from_itself: the line also reads it. within: the lines from
         which it was called, whose reads may come before or after."""
-        known = (spot[0], id(spot[1]), spot[2])
+        known = _id_of(spot)
         if known not in self.written:
             after_read = known in self.places and self.places[known].where not in within
             copied = module_parts.stands_in(spot[1])
@@ -89,7 +89,7 @@ class PlaceTable:
     def note(self, spot: Spot, name: str, where: str, parent: ReadPlace | None, value: Any = MISSING) -> ReadPlace:
         """The place of a spot, noted at its first use. parent: that of its holder."""
         kind, holder, key = spot
-        known = (kind, id(holder), key)
+        known = _id_of(spot)
         if known not in self.places:
             self.used.discard(known)
             place = ReadPlace(kind, holder, key, name, where, value, parent)
@@ -288,7 +288,14 @@ class PlaceTable:
 
 
 def _id(place: ReadPlace) -> PlaceId:
-    return place.kind, id(place.holder), place.key
+    return _id_of((place.kind, place.holder, place.key))
+
+
+def _id_of(spot: Spot) -> PlaceId:
+    kind, holder, key = spot
+    if isinstance(key, slice):  # which has no hash before Python 3.12
+        key = (slice, key.start, key.stop, key.step)
+    return kind, id(holder), key
 
 
 def _parts(holder: dict[str, Any]) -> set[str]:
