@@ -237,6 +237,29 @@ def test_what_is_read_of_an_object_is_compared(case: str) -> None:
         fzero.step(state, X)
 
 
+class Named(nn.Module):
+    """Made in a loss, as torchdiffeq makes one; its own __init__ gives it away before it is a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        noted = getattr(self, "noted", [str(type(self)), id(self)])
+        super(Named, self).__init__()  # noqa: UP008
+        self.inner, self.noted = inner, noted
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_a_module_that_a_loss_makes_may_be_given_away_before_it_is_one() -> None:
+    layer = nn.Linear(2, 1).requires_grad_(False)
+    state = fzero.init({"w": torch.ones(2)}, fzero.Spec(
+        loss=lambda params, batch: Named(layer)(batch * params["w"]).square().mean(), optimizer=fzero.optim.sgd(0.1)
+    ))  # fmt: skip
+    wanted = layer(X).square().mean()
+    state = fzero.step(state, X)
+    assert torch.allclose(state.metrics["loss"], wanted)
+    assert fzero.step(state, X).step == 2
+
+
 def test_a_method_that_super_names_is_compared() -> None:
     class Base:
         def scale(self) -> float:

@@ -126,7 +126,7 @@ def attribute(owner: Any, name: str) -> tuple[list[Spot], Any]:
             return [*filled, *_of_descriptor(kind, name, raw)], MISSING
         return [*([] if own is None else [(ENTRY, own, name)]), (ATTRIBUTE, kind, name)], value
     for part in _MODULE_PARTS if isinstance(owner, nn.Module) else ():
-        if name in vars(owner)[part]:
+        if name in vars(owner).get(part, ()):
             return [(ENTRY, vars(owner)[part], name)], vars(owner)[part][name]
     if hasattr(kind, "__getattr__") and not isinstance(owner, types.ModuleType):
         value = _get(owner, name)
@@ -240,6 +240,8 @@ def contents(owner: Any, depth: int = 0) -> list[tuple[Spot, str]]:
     if isinstance(owner, functools.partial):
         return [((ATTRIBUTE, owner, part), f".{part}") for part in ("func", "args", "keywords")]
     if isinstance(owner, nn.Module):
+        if "_modules" not in vars(owner):  # its own __init__ gives it away first, as in `super(Net, self).__init__()`
+            return []
         parts = ModuleParts(owner)
         return [
             ((ENTRY, vars(owner), "training"), ".training"),
