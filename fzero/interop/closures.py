@@ -104,18 +104,20 @@ def _replace_strays(module: nn.Module, result: nn.Module, memo: _Memo) -> None:
 @contextlib.contextmanager
 def _memo_is_asked() -> Iterator[None]:
     """Since Python 3.14 `copy.deepcopy` gives functions and weak references back before it looks into its memo. Within
-    this it looks first, in other threads too, where it finds nothing and does as it did."""
+    this it looks first, in other threads too, where it finds nothing and does as it did. Python's modules, of which it
+    makes no copy (functions of torch.func close over one), stay what they are."""
     atomic: set[type] = getattr(copy, "_atomic_types", set())
     copiers: dict[type, Any] = getattr(copy, "_deepcopy_dispatch", {})
     with _COPYING:
         kinds = atomic & {types.FunctionType, weakref.ref}
-        copiers |= dict.fromkeys(kinds, lambda value, memo: value)
+        added = kinds | ({types.ModuleType} - copiers.keys())
+        copiers |= dict.fromkeys(added, lambda value, memo: value)
         atomic -= kinds
         try:
             yield
         finally:
             atomic |= kinds
-            for kind in kinds:
+            for kind in added:
                 del copiers[kind]
 
 

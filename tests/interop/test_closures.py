@@ -122,6 +122,17 @@ def partial_of_a_closure(net: Net) -> None:
     net.run = functools.partial(lambda scale, x: m.c_proj(m.c_fc(x)) * scale, 2.0)
 
 
+def by_torch_func(net: Net) -> None:
+    """Its cells hold one of torch's Python modules, which cannot be pickled."""
+    m = net.mlp
+    net.run = torch.func.vmap(torch.func.grad(lambda x: m.c_proj(m.c_fc(x)).square().sum()))
+
+
+def a_python_module(net: Net) -> None:
+    net.functional = F  # type: ignore[assignment]
+    net.run = lambda x: net.functional.gelu(net.mlp.c_proj(net.mlp.c_fc(x)))
+
+
 def a_bound_method(net: Net) -> None:
     net.run = net.mlp.c_fc.forward
     net.forward = lambda x: net.mlp.c_proj(net.run(x))  # type: ignore[method-assign]
@@ -189,8 +200,9 @@ def weak_references_as_attributes(net: Net) -> None:
 
 FOLLOWED = [
     closure, over_itself, over_a_weight, over_a_buffer, by_default, by_another_function, recursive, in_a_partial,
-    partial_of_a_closure, a_bound_method, in_containers, in_a_tuple_without_a_length, a_hook, a_pre_hook,
-    a_hook_of_another_object, a_parametrization, a_shared_cell, a_weak_reference, weak_references_as_attributes,
+    partial_of_a_closure, by_torch_func, a_python_module, a_bound_method, in_containers, in_a_tuple_without_a_length,
+    a_hook, a_pre_hook, a_hook_of_another_object, a_parametrization, a_shared_cell, a_weak_reference,
+    weak_references_as_attributes,
 ]  # fmt: skip
 
 
