@@ -88,7 +88,8 @@ TORCH_SAYS = {
     "of torch.tensor([x, y]) write torch.stack([x, y])",
     "passed to FakeTensor.__format__": "a tensor's value would be printed, which is known only when the program runs. "
     "Return it as a metric",
-    "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Cast its input, as in "
+    "_apply(): Couldn't swap": "a module is moved or cast within the step (module.to, .half). Leave the move out, even "
+    "to where it is, and move it before from_module. Instead of a cast, cast its input, as in "
     "x.to(self.l.weight.dtype), and say Precision(compute=...) for the weights",
     NO_VIEW: "a view that the tensor's strides do not allow. Write x.reshape(...) instead of "
     "x.view(...), and x = x.transpose(...) instead of x.transpose_(...) and kin, which change views made before",
@@ -184,7 +185,7 @@ REMEDIES = {
     "_pack_padded_sequence": "Lengths of packed sequences are values: run the padded batch, and multiply what comes "
     "out by a mask of the lengths (torch.arange(T) < lengths[:, None]); take last states by torch.gather. The other "
     "direction begins with the padding then: run it as a layer of its own, on rows turned round by torch.gather",
-    "one_hot(": "Say num_classes=",
+    "one_hot(": "Say num_classes=, as a number: not one of values, as index.max() + 1",
     "aten.repeat_interleave": "Say output_size=, or repeat by an index from the batch",
     "aten.bincount": "Its length is a value: torch.zeros(n).index_add(0, index, ones) has n elements",
     "aten._unique2": "How many there are is a value: torch.sort keeps the shape",

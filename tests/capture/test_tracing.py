@@ -196,7 +196,7 @@ DATA_DEPENDENT: dict[str, Callable[[Tensor], Any]] = {
 OTHERS = {
     "unique": ("torch/functional.py:", "torch.sort keeps the shape"),
     "repeat": ("Say output_size=",),
-    "one_hot": ("Say num_classes=",),
+    "one_hot": ("Say num_classes=, as a number",),
     "index": ("Instead of x[i] write",),
     "slice": ("Instead of x[i] write",),
 }

@@ -255,10 +255,12 @@ def test_weights_given_to_apply_are_never_written_to(how: str) -> None:
     assert apply(params, buffers, data(1, 2)).shape == (1, 2), "what is in place elsewhere is its own affair"
 
 
-def test_a_module_that_is_cast_in_its_forward_is_refused_with_the_line() -> None:
-    params, buffers, apply = from_module(Scaling(lambda layer: layer.to(torch.float32)))
+@pytest.mark.parametrize("where", [torch.float32, "cpu"])
+def test_a_module_that_is_cast_or_moved_in_its_forward_is_refused_with_the_line(where: Any) -> None:
+    params, buffers, apply = from_module(Scaling(lambda layer: layer.to(where)))
     spec = fzero.Spec(loss=lambda p, x: apply(p, buffers, x).sum(), optimizer=fzero.optim.sgd(0.1))
     with pytest.raises(
-        fzero.CaptureError, match=r"test_refused_modules.py:\d+: a module is moved or cast within the step"
+        fzero.CaptureError,
+        match=r"test_refused_modules.py:\d+: a module is moved or cast .*Leave the move out, even to w",
     ):
         fzero.lower(spec, params, data(1, 2))
