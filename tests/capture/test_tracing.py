@@ -225,6 +225,17 @@ def test_a_branch_on_a_value_is_refused_with_its_line(fn: Callable[[Tensor], Any
     refused(lambda p, b: mean_square(p, b) * fn(p["w"]), here(fn), "which is known only when it runs", "torch.where")
 
 
+def test_a_check_of_hidden_states_as_in_transformers_detr() -> None:
+    def clamped(hidden_states: Tensor) -> Tensor:
+        if not torch.isfinite(hidden_states).all():  # here
+            hidden_states = hidden_states.clamp(-1.0, 1.0)
+        return hidden_states.sum()
+
+    refused(
+        lambda p, b: mean_square(p, b) * clamped(b), here(clamped), "from_module(module, train=False) leaves it out"
+    )
+
+
 def test_a_list_of_values_is_refused_with_its_line() -> None:
     def loss(p: Any, b: Tensor) -> Tensor:
         return mean_square(p, b) * b.sum().tolist()  # here
