@@ -192,7 +192,7 @@ def _of_own(work: CallWork, own: OwnKernel, node: fx.Node) -> CallWork:
     """Of fzero's own kernel: a second one adds up partial sums. What lies where it is written is read once more, by the
     kernel that needs all of it first."""
     again = fx_nodes.operand(node, own.over[0]).meta["val"].nbytes if own.over is not None else 0
-    return replace(work, kernels=2 + (own.over is not None), read=work.read + again)
+    return replace(work, kind=own.name, kernels=2 + (own.over is not None), read=work.read + again)
 
 
 def _not_read(node: fx.Node) -> int:

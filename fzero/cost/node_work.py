@@ -32,9 +32,9 @@ class CallWork:
     """What a call does.
 
     kind: what it is counted as: "product", "attention", "cast", "copy", "update" (of an optimizer), "cluster", or the
-    name of its op. kernels: how many are launched. read, written, copied: bytes; `copied` are those of results that
-    are computed elsewhere and then copied, read and written. flops: operations. width: bytes of an element of its
-    first result.
+    name of its op or of fzero's kernel. kernels: how many are launched. read, written, copied: bytes; `copied` are
+    those of results that are computed elsewhere and then copied, read and written. flops: operations. width: bytes of
+    an element of its first result.
     """
 
     kind: str

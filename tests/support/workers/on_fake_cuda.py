@@ -74,6 +74,7 @@ def told(found: Any, how: str) -> dict[str, Any]:
         "launches": account.kernels,
         "copied_after_attention": account["attention"].copied,
         "casts": account["_to_copy"].calls,
+        "loss": account["softmax_loss"].nbytes,
     }
 
 
