@@ -91,7 +91,7 @@ class TestWithoutADevice:
         assert told["auto"]["ms"] < most[1]
 
     def test_the_loss_moves_its_logits_three_times(self, told: dict[str, Any], step: tuple[str, int]) -> None:
-        """Two readings, and the gradient where they lay: 2.47 GB of GPT-2's, wanted 2.6; it was 9.9 with fp32 logits."""
+        """Two readings, and the gradient where they lay: 2.47 GB of GPT-2's (wanted 2.6); it was 9.9 in fp32."""
         rows, width = {"gpt2": (8 * 1024, 50304), "llama": (4 * 2048, 32000)}[step[0]]
         assert told["auto"]["loss"] == pytest.approx(3 * 2 * rows * width, rel=0.01)
 
