@@ -22,7 +22,7 @@ from fzero.optim.transform import REFUSE
 from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
 from fzero.plan.memory_use import MemoryUse
-from fzero.plan.parallelism import DEFAULT_PARAMS, Parallelism
+from fzero.plan.parallelism import AUTO, DEFAULT_PARAMS, Parallelism
 from fzero.precision import Numerics, Precision
 from fzero.run_options import RunOptions
 from fzero.shard.partition import P
@@ -53,6 +53,7 @@ class Spec:
     name, such as `tp`, splits layers (see `shard`). Ranks that differ only in such an axis or in `pp` must be given the
     same batch. One axis may be -1: it gets the remaining ranks. None: all ranks are `dp`. "auto":
     `fzero.init` plans: rank 0 runs `fzero.plan` for all, and what else was not given is chosen too (docs/choosing.md).
+    Of other fields that a plan chooses (zero, remat, ...) "auto" says the same as leaving them out.
     shard: with axes such as `tp`, path rules from leaves to `fzero.P`: the mesh axis over which each dim is sharded.
     The first match wins; a leaf without a rule is replicated. As {"blocks/*/attn/w[qkv]": P("tp", None),
     "blocks/*/attn/wo": P(None, "tp")}. The loss does not change: fzero derives the transfers from the rules
@@ -187,6 +188,11 @@ class Spec:
         """The names of the fields that were given, also where they equal the default. `fzero.plan` chooses others."""
         return frozenset(self.__dict__["_given"])
 
+    @property
+    def opened(self) -> frozenset[str]:
+        """The names of the fields that were given as "auto", and that only a plan can choose."""
+        return frozenset(self.__dict__.get("_opened", ()))
+
     @functools.cached_property
     def parallel(self) -> Parallelism:
         """How the step is split over ranks: mesh, shard, sequence, pipeline, zero, params, microbatches, reduce."""
@@ -228,7 +234,8 @@ class Spec:
         """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.) planned: the
         names of fields that a plan chose."""
         made = replace(self, **fields)
-        made.__dict__.update(_given=self.given | fields.keys(), _planned=self.planned.union(planned))
+        given, left = (self.given | fields.keys()) - made.opened, (self.opened - fields.keys()) | made.opened
+        made.__dict__.update(_given=given, _planned=self.planned.union(planned), _opened=left)
         return made
 
     @property
@@ -356,8 +363,17 @@ def check_spec(name: str, spec: Any) -> None:
             "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
         }
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
+    if spec.opened and name != "plan" and (spec.mesh != AUTO or name == "lower"):
+        field = min(spec.opened)
+        raise SpecError(
+            f"Spec({field}='auto') leaves {field} to a plan, and fzero.{name} makes none: take the spec of "
+            "fzero.plan(spec, ...).spec, or let fzero.init plan with mesh='auto'. Else give a value, or leave it out"
+        )
 
 
+# fields that a plan chooses, and that "auto" opens by hand; what "auto" says of others, they say themselves
+OPENED = {"zero", "microbatches", "remat", "offload", "pipeline", "reduce", "sequence"}
+OPENED |= {"prefetch", "bucket_bytes", "update_on"}
 OPTIMIZERS = {  # what users give a Spec and an optimizer takes
     "lr": "3e-4", "learning_rate": "3e-4", "weight_decay": "3e-4, weight_decay=0.1", "betas": "3e-4, betas=(0.9, 0.95)",
     "eps": "3e-4, eps=1e-8",
@@ -378,8 +394,9 @@ def _named(init: Callable[..., None]) -> Callable[..., None]:
                 raise SpecError(f"Spec has no field {name!r}.{of_optimizer if name in OPTIMIZERS else mine}")
         if isinstance(folder := values.get("nvme_path"), os.PathLike):
             values["nvme_path"] = os.fsdecode(folder)  # which can be pasted, and kept
-        self.__dict__["_given"] = _given(values)
-        init(self, **values)
+        opened = {name for name in OPENED & values.keys() if isinstance(values[name], str) and values[name] == AUTO}
+        self.__dict__.update(_given=_given(values) - opened, _opened=opened)
+        init(self, **{name: value for name, value in values.items() if name not in opened})
 
     return checked
 

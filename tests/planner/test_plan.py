@@ -27,6 +27,7 @@ from fzero.planner.candidates import Candidate
 from fzero.planner.problem import problem_of
 from fzero.planner.programs import by_rates
 from fzero.planner.tensor_rules import tensor_rules
+from fzero.spec import OPENED
 
 
 def layers(n: int, width: int) -> Any:
@@ -72,6 +73,31 @@ def test_a_spec_knows_what_was_given() -> None:
     spec = given(zero=3, remat="none")
     assert spec.given == {"loss", "optimizer", "zero", "remat"}
     assert replace(spec, microbatches=2).given == {"loss", "optimizer", "microbatches"}, "of a copy: no defaults"
+
+
+@pytest.mark.parametrize("name", sorted(OPENED))
+def test_auto_opens_a_field_by_hand(name: str) -> None:
+    left, pinned = given(zero=1, remat="full"), given(zero=1, remat="full")
+    opened = pinned.but(**{name: "auto"})
+    assert opened.given == left.given - {name}
+    assert given(**{name: "auto"}).given == {"loss", "optimizer"}
+    assert opened.but(**{name: getattr(opened, name)}).opened == frozenset()
+    for call in (
+        lambda: fzero.lower(opened, layers(1, 64), torch.empty(4, 64)),
+        lambda: fzero.init(layers(1, 4), opened),
+    ):
+        with pytest.raises(
+            SpecError, match=rf"Spec\({name}='auto'\) leaves {name} to a plan, and fzero\.\w+ makes none"
+        ):
+            call()
+
+
+def test_a_field_that_is_opened_by_hand_is_chosen() -> None:
+    pinned = {"mesh": {"dp": 4}, "microbatches": 1, "offload": None, "remat": "none"}
+    chosen = planned(given(**pinned, zero="auto"))
+    assert chosen.spec.zero == planned(given(**pinned)).spec.zero
+    assert "zero" in chosen.choices
+    assert not chosen.spec.opened
 
 
 def test_the_answer_is_text_that_makes_the_same_program() -> None:
