@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from fzero import spec_fields
 from fzero.capture.short_tracebacks import short_tracebacks
 from fzero.errors import SpecError
 from fzero.field_checks import needs
@@ -22,7 +23,7 @@ from fzero.optim.transform import REFUSE
 from fzero.phases import Phases, each_of
 from fzero.pipeline import Pipeline
 from fzero.plan.memory_use import MemoryUse
-from fzero.plan.parallelism import AUTO, DEFAULT_PARAMS, Parallelism
+from fzero.plan.parallelism import DEFAULT_PARAMS, Parallelism
 from fzero.precision import Numerics, Precision
 from fzero.run_options import RunOptions
 from fzero.shard.partition import P
@@ -188,11 +189,6 @@ class Spec:
         """The names of the fields that were given, also where they equal the default. `fzero.plan` chooses others."""
         return frozenset(self.__dict__["_given"])
 
-    @property
-    def opened(self) -> frozenset[str]:
-        """The names of the fields that were given as "auto", and that only a plan can choose."""
-        return frozenset(self.__dict__.get("_opened", ()))
-
     @functools.cached_property
     def parallel(self) -> Parallelism:
         """How the step is split over ranks: mesh, shard, sequence, pipeline, zero, params, microbatches, reduce."""
@@ -233,10 +229,7 @@ class Spec:
     def but(self, planned: Iterable[str] = (), **fields: Any) -> Spec:
         """The spec with these fields; what it leaves open stays so. (`dataclasses.replace` forgets that.) planned: the
         names of fields that a plan chose."""
-        made = replace(self, **fields)
-        given, left = (self.given | fields.keys()) - made.opened, (self.opened - fields.keys()) | made.opened
-        made.__dict__.update(_given=given, _planned=self.planned.union(planned), _opened=left)
-        return made
+        return spec_fields.kept(replace(self, **fields), self, fields, planned)
 
     @property
     def planned(self) -> frozenset[str]:
@@ -363,17 +356,9 @@ def check_spec(name: str, spec: Any) -> None:
             "load": "fzero.load(dir, spec) or fzero.load(dir, like=state)",
         }
         raise SpecError(f"fzero.{name} needed a Spec, got {type(spec).__name__}: call {calls[name]}")
-    if spec.opened and name != "plan" and (spec.mesh != AUTO or name == "lower"):
-        field = min(spec.opened)
-        raise SpecError(
-            f"Spec({field}='auto') leaves {field} to a plan, and fzero.{name} makes none: take the spec of "
-            "fzero.plan(spec, ...).spec, or let fzero.init plan with mesh='auto'. Else give a value, or leave it out"
-        )
+    spec_fields.refuse_opened(name, spec)
 
 
-# fields that a plan chooses, and that "auto" opens by hand; what "auto" says of others, they say themselves
-OPENED = {"zero", "microbatches", "remat", "offload", "pipeline", "reduce", "sequence"}
-OPENED |= {"prefetch", "bucket_bytes", "update_on"}
 OPTIMIZERS = {  # what users give a Spec and an optimizer takes
     "lr": "3e-4", "learning_rate": "3e-4", "weight_decay": "3e-4, weight_decay=0.1", "betas": "3e-4, betas=(0.9, 0.95)",
     "eps": "3e-4, eps=1e-8",
@@ -382,7 +367,8 @@ OPTIMIZERS = {  # what users give a Spec and an optimizer takes
 
 def _named(init: Callable[..., None]) -> Callable[..., None]:
     """`Spec.__init__` with an error that suggests the field for an unknown name."""
-    known = [f.name for f in fields(Spec)]
+    defaults = {f.name: f.default for f in fields(Spec)}
+    known = [*defaults]
 
     @short_tracebacks
     @functools.wraps(init)
@@ -394,21 +380,9 @@ def _named(init: Callable[..., None]) -> Callable[..., None]:
                 raise SpecError(f"Spec has no field {name!r}.{of_optimizer if name in OPTIMIZERS else mine}")
         if isinstance(folder := values.get("nvme_path"), os.PathLike):
             values["nvme_path"] = os.fsdecode(folder)  # which can be pasted, and kept
-        opened = {name for name in OPENED & values.keys() if isinstance(values[name], str) and values[name] == AUTO}
-        self.__dict__.update(_given=_given(values) - opened, _opened=opened)
-        init(self, **{name: value for name, value in values.items() if name not in opened})
+        init(self, **spec_fields.noted(self, values, defaults))
 
     return checked
-
-
-def _given(values: Mapping[str, Any]) -> frozenset[str]:
-    """The fields that a user gave. `dataclasses.replace` gives all: then those that are not their defaults."""
-    known = {f.name: f.default for f in fields(Spec)}
-    if values.keys() == known.keys():
-        return frozenset(
-            name for name, value in values.items() if type(value) is not type(known[name]) or value != known[name]
-        )
-    return frozenset(values)
 
 
 Spec.__init__ = _named(Spec.__init__)  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ def presets() -> list[str]:
     """The names of the machines that are known.
 
     >>> presets()
-    ['a100-40gb', 'a100-80gb', 'h100', 'h200', 'rtx4090', 'v100-32gb']
+    ['a100-40gb', 'a100-80gb', 'cpu-gloo', 'h100', 'h200', 'rtx4090', 'v100-32gb']
     """
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fzero import backend
 from fzero.errors import SpecError
 from fzero.hardware import load, presets
 from fzero.lowering.chunk_loss import chunks_for
@@ -110,7 +111,8 @@ def _on(problem: Problem, world_size: int) -> Problem:
 def _more_memory(problem: Problem, sketch: Sketch) -> Iterator[Alternative]:
     """All the memory of this card, where `device_bytes` leaves some, or the card of the presets with the least memory
     on which it fits."""
-    machines = sorted((load(name) for name in presets()), key=lambda machine: machine.budget)
+    cards = [machine for machine in map(load, presets()) if not backend.of(machine.type).on_host]
+    machines = sorted(cards, key=lambda machine: machine.budget)
     pinned = problem.spec.device_bytes == problem.budget
     opened = replace(problem, spec=replace(problem.spec, device_bytes=None))
     for machine in [problem.hardware] * pinned + machines:
