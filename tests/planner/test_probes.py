@@ -68,6 +68,14 @@ def test_a_gpt(fields: dict[str, Any], mesh: dict[str, int], microbatches: int) 
     assert_equal(*both(of, mesh), of)
 
 
+@pytest.mark.acceptance
+def test_a_gpt_of_36_layers_and_16_microbatches() -> None:
+    model = gpt(layers=36)
+    batch = {name: torch.zeros(64, 8, dtype=torch.int64) for name in ("x", "y")}
+    of = problem(model.loss, model.params, batch, microbatches=16, zero=1, remat="full")
+    assert_equal(*both(of, {"dp": 4}), of)
+
+
 def uneven() -> tuple[Problem, dict[str, int]]:
     """A pipeline of roles with a layer more, and a layer less, than pay."""
     model, mesh = gpt(layers=2 * DEPTH), {"pp": 2, "dp": 2}
