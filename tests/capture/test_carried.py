@@ -264,3 +264,26 @@ def test_a_potential_that_begins_afresh() -> None:
     assert losses(params, loss) == pytest.approx(eagerly(params, loss), rel=1e-5)
     with pytest.raises(CaptureError, match="If each step begins afresh, set it before it is read"):
         losses(*by_apply(Spiking()))
+
+
+class Gated(Net):
+    """A block that keeps something only where it is asked to."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.keeps:
+            self.held = y.softmax(-1)
+        if self.held is not None:
+            y = y * self.held
+        return y
+
+
+def test_blocks_of_one_class_of_which_one_keeps_something() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(Gated(True), Gated(False), Gated(True))
+    expected = eagerly(*by_apply(copy.deepcopy(net)))
+    assert losses(*by_apply(net)) == pytest.approx(expected, rel=1e-5)

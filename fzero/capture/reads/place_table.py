@@ -56,6 +56,7 @@ class PlaceTable:
     changed: set[int] = field(default_factory=set)  # ids of containers that a method call changed
     ended: dict[int, Any] = field(default_factory=dict)  # by id, objects that were given to what may read all of them
     used: set[PlaceId] = field(default_factory=set)  # places that a line reads which does not write them
+    copied: set[PlaceId] = field(default_factory=set)  # places of copies, made for a call, of what the user holds
     cells: Cells = field(default_factory=Cells)
 
     # --- while the trace runs
@@ -95,6 +96,7 @@ class PlaceTable:
             place = ReadPlace(kind, holder, key, name, where, value, parent)
             place.value = place.now() if value is MISSING else value
             self.places[known] = place
+            self.copied |= {known} if module_parts.stands_in(holder) else set()
         return self.places[known]
 
     def end(self, value: Any, name: str, where: str, parent: ReadPlace | None, depth: int) -> None:
@@ -228,10 +230,12 @@ class PlaceTable:
         _, holder, key = written.spot
         if written.anew is None or not isinstance(holder, dict) or "_modules" not in holder:
             return
-        for place in self.places.values():
+        for known in self.used - self.copied:
+            place = self.places.get(known)
+            if place is None or place.key != key or worth.is_traced(place.value):
+                continue
             of = place.holder
-            alike = place.key == key and of is not holder and isinstance(of, dict) and of.keys() <= holder.keys()
-            if alike and not worth.is_traced(place.value) and _id(place) in self.used and _parts(of) == _parts(holder):
+            if isinstance(of, dict) and of.keys() <= holder.keys() and _parts(of) == _parts(holder):
                 raise CaptureError(
                     f"{place.name}, which {place.where} reads, is {worth.shown(place.value)} on the module itself: "
                     f"{written.where} sets it on the copy that apply runs. Read it there: apply.call(params, buffers, "
