@@ -230,9 +230,9 @@ class PlaceTable:
         _, holder, key = written.spot
         if written.anew is None or not isinstance(holder, dict) or "_modules" not in holder:
             return
-        for known in self.used - self.copied:
-            place = self.places.get(known)
-            if place is None or place.key != key or worth.is_traced(place.value):
+        for known, place in self.places.items():
+            own = known in self.used and known not in self.copied and place.key == key
+            if not own or worth.is_traced(place.value):
                 continue
             of = place.holder
             if isinstance(of, dict) and of.keys() <= holder.keys() and _parts(of) == _parts(holder):
