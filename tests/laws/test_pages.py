@@ -103,7 +103,8 @@ def test_public_names_and_their_parameters_stay(
         for name in names:
             value = getattr(importlib.import_module(module), name)
             given = ""
-            if inspect.isfunction(value) or dataclasses.is_dataclass(value):
+            foreign = inspect.isclass(value) and any("transformers" in kind.__module__ for kind in value.__mro__)
+            if inspect.isfunction(value) or (dataclasses.is_dataclass(value) and not foreign):
                 given = f"({', '.join(inspect.signature(value).parameters)})"
             lines.append(f"{module}.{name}{given}")
     golden("public_names", "\n".join(sorted(lines)))
