@@ -195,6 +195,12 @@ def worst(ours: Ran, stock: Ran, shifted: bool) -> float:
     return max(gaps)
 
 
+def of_losses(ours: Ran, stock: Ran) -> float:
+    """The largest difference of the logged losses, of training and evaluation, relative to values above 1."""
+    pairs = zip(ours.logged, stock.logged, strict=True)
+    return max(_gap(*({k: v for k, v in entry.items() if k.endswith("loss")} for entry in pair)) for pair in pairs)
+
+
 def _gap(a: dict[str, float], b: dict[str, float]) -> float:
     assert a.keys() == b.keys(), (a, b)
     return max((abs(a[k] - b[k]) / max(1.0, abs(b[k])) for k in a), default=0.0)
